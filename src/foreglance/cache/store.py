@@ -1,0 +1,165 @@
+"""Rows per sequence, for target and drafter alike. Only `commit(keep)` moves a length.
+
+    rows of one sequence:  [ committed ............ | provisional (this forward) | free ]
+                             forward reads these      forward writes these
+                             commit(keep) makes the first `keep` provisional rows permanent and forgets the rest
+
+A store has a budget of rows, handed out in pages, so that running out is an answer and not a crash.
+Touches no layer mathematics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foreglance.batch import Held
+from foreglance.cache.kv import KV, KVSpec
+from foreglance.cache.recurrent import Recurrent, RecurrentSpec
+from foreglance.prompt import Coordinates
+
+LayerSpec = KVSpec | RecurrentSpec
+LayerCache = KV | Recurrent
+PAGE = 64
+
+
+class CacheFull(RuntimeError):
+    """The store's budget of rows is used up."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A sequence at `rows` rows: enough to go back to it after later rows were written.
+
+    Full-attention rows stay where they are and need no copy; recurrent states and windows are in `layers`.
+    """
+
+    rows: int
+    last: Coordinates | None
+    layers: tuple[Any, ...]
+
+
+class SequenceCache:
+    """All layers of one sequence. `rows` are committed; `provisional` were reserved for the running forward."""
+
+    def __init__(self, layers: Sequence[LayerCache]):
+        self.layers = tuple(layers)
+        self.rows = 0
+        self.provisional = 0
+        self.last: Coordinates | None = None
+
+    @property
+    def held(self) -> Held:
+        return Held(self.rows, self.last)
+
+
+class CacheStore:
+    """The caches of one model, by sequence id. `capacity` is the budget in rows; None: without bound."""
+
+    def __init__(self, specs: Sequence[LayerSpec], capacity: int | None = None):
+        self._specs = tuple(specs)
+        self._capacity = capacity
+        self._sequences: dict[int, SequenceCache] = {}
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __getitem__(self, sequence: int) -> SequenceCache:
+        return self._sequences[sequence]
+
+    def held(self) -> dict[int, Held]:
+        """What each sequence holds, for `batch.pack`."""
+        return {sequence: cache.held for sequence, cache in self._sequences.items()}
+
+    @property
+    def pages_held(self) -> int:
+        return sum(-(-(cache.rows + cache.provisional) // PAGE) for cache in self._sequences.values())
+
+    @property
+    def pages_total(self) -> int | None:
+        return None if self._capacity is None else -(-self._capacity // PAGE)
+
+    def open(self, sequence: int) -> SequenceCache:
+        """A new, empty sequence."""
+        if sequence in self._sequences:
+            raise ValueError(f"sequence {sequence} is open already")
+        cache = SequenceCache([spec.make() for spec in self._specs])
+        self._sequences[sequence] = cache
+        return cache
+
+    def reserve(self, sequence: int, num_rows: int) -> None:
+        """Make room for `num_rows` provisional rows; forgets provisional rows of a forward that was not committed.
+
+        Raises `CacheFull` and changes nothing if the budget does not allow it.
+        """
+        cache = self._sequences[sequence]
+        grown = -(-(cache.rows + num_rows) // PAGE) - (-(-(cache.rows + cache.provisional) // PAGE))
+        if self.pages_total is not None and self.pages_held + grown > self.pages_total:
+            raise CacheFull(
+                f"sequence {sequence} needs {num_rows} rows, but {self.pages_held} of {self.pages_total} pages of {PAGE} "
+                "rows are held; run fewer or shorter requests at once, or raise the context or the slots"
+            )
+        for layer in cache.layers:
+            layer.reserve(cache.rows, num_rows)
+        cache.provisional = num_rows
+
+    def commit(self, sequence: int, keep: int, last: Coordinates | None) -> None:
+        """Make the first `keep` provisional rows permanent and forget the rest; `last` is the last kept row's position.
+
+        `keep` 0 is legal and leaves everything as before the forward.
+        """
+        cache = self._sequences[sequence]
+        if not 0 <= keep <= cache.provisional:
+            raise ValueError(
+                f"sequence {sequence}: cannot keep {keep} of {cache.provisional} provisional rows"
+            )
+        for layer in cache.layers:
+            layer.commit(cache.rows, cache.provisional, keep)
+        cache.rows += keep
+        cache.provisional = 0
+        if keep:
+            cache.last = last
+
+    def release(self, sequence: int) -> None:
+        """Forget a sequence. Releasing one that is not there is an error: somebody lost count."""
+        if sequence not in self._sequences:
+            raise KeyError(f"sequence {sequence} holds nothing here")
+        del self._sequences[sequence]
+
+    def detach(self, sequence: int) -> SequenceCache:
+        """Take a sequence's caches out of the store without copying, e.g. into the prefix cache."""
+        return self._sequences.pop(sequence)
+
+    def checkpoint(self, sequence: int) -> Checkpoint:
+        """The sequence as it is now; provisional rows are not part of it."""
+        cache = self._sequences[sequence]
+        return Checkpoint(cache.rows, cache.last, tuple(layer.save(cache.rows) for layer in cache.layers))
+
+    def restore(self, sequence: int, checkpoint: Checkpoint) -> None:
+        """Go back to a checkpoint of this same sequence."""
+        cache = self._sequences[sequence]
+        for layer, saved in zip(cache.layers, checkpoint.layers, strict=True):
+            layer.load(checkpoint.rows, saved)
+        cache.rows, cache.last, cache.provisional = checkpoint.rows, checkpoint.last, 0
+
+    def adopt(self, sequence: int, source: SequenceCache, checkpoint: Checkpoint) -> None:
+        """Open a sequence that begins as a copy of `source` at `checkpoint`."""
+        cache = self.open(sequence)
+        pairs = zip(source.layers, checkpoint.layers, strict=True)
+        cache.layers = tuple(layer.copy(checkpoint.rows, saved) for layer, saved in pairs)
+        cache.rows, cache.last = checkpoint.rows, checkpoint.last
+
+    def check(self) -> None:
+        """Integrity, run when idle and after tests: free + held = total, nothing provisional, nothing negative."""
+        for sequence, cache in self._sequences.items():
+            if cache.provisional or cache.rows < 0 or (cache.rows > 0) != (cache.last is not None):
+                raise AssertionError(
+                    f"sequence {sequence}: {cache.rows} rows, {cache.provisional} provisional, last at {cache.last}"
+                )
+        total, held = self.pages_total, self.pages_held
+        if total is not None and not 0 <= held <= total:
+            raise AssertionError(f"{held} pages are held of {total}")

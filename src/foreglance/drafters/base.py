@@ -1,0 +1,118 @@
+"""The protocol of a drafter, and the check that a drafter and a target belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from foreglance.cache.store import CacheStore, Checkpoint, SequenceCache
+from foreglance.models.base import HeadSpec, ModelError, ModelSpec
+from foreglance.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A sequence after commit, as a drafter sees it.
+
+    first_row  row index of the first row that this step committed
+    hidden     the target's states of the committed rows [keep, hidden]; None if the drafter does not want them
+    depth      how many tokens to guess now; 0: only keep up
+    """
+
+    sequence: Sequence
+    first_row: int
+    hidden: Tensor | None
+    depth: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A drafter's state of one sequence at a checkpoint, the twin of the target's `Checkpoint`.
+
+    `cache` and `checkpoint` are its own rows; `notes` is what it keeps besides (states that wait for their input).
+    """
+
+    key: str
+    cache: SequenceCache | None
+    checkpoint: Checkpoint | None
+    notes: Any
+
+
+class Drafter(Protocol):
+    """Guesses what the target will pick. "No drafter" is a drafter that guesses nothing.
+
+    wants_hidden  whether `Settled.hidden` must be given
+    reads_target  whether it reads the target's cache (then commit must come before propose: it always does)
+    max_depth     the deepest guess that makes sense
+    stores        its own caches, for integrity checks
+    """
+
+    kind: str
+    wants_hidden: bool
+    reads_target: bool
+    max_depth: int
+    stores: tuple[CacheStore, ...]
+
+    def key(self, sequence: Sequence) -> str | None:
+        """Which memory this drafter needs to go on with a reused prefix; None: it needs none."""
+        ...
+
+    def admit(self, sequence: Sequence, memory: Memory | None) -> None:
+        """A sequence begins, perhaps on a reused prefix whose `memory` it gets back."""
+        ...
+
+    def propose(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
+        """Catch up with what was committed and guess; -> guesses by sequence id, all sequences in one batch."""
+        ...
+
+    def remember(self, sequence: Sequence) -> Memory:
+        """The state that belongs to a checkpoint taken now."""
+        ...
+
+    def retire(self, sequence: Sequence) -> None:
+        """A sequence has ended, for whatever reason: give everything back."""
+        ...
+
+
+class NoDraft:
+    """Drafts off."""
+
+    kind = "none"
+    wants_hidden = False
+    reads_target = False
+    max_depth = 0
+    stores: tuple[CacheStore, ...] = ()
+
+    def key(self, sequence: Sequence) -> str | None:
+        return None
+
+    def admit(self, sequence: Sequence, memory: Memory | None) -> None:
+        pass
+
+    def propose(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def remember(self, sequence: Sequence) -> Memory:
+        return Memory(self.kind, None, None, None)
+
+    def retire(self, sequence: Sequence) -> None:
+        pass
+
+
+def check_pair(target: ModelSpec, head: HeadSpec) -> None:
+    """Refuse, in one sentence that names both sides, a head that cannot work with a target."""
+    pairs = (
+        ("family", target.family, head.family),
+        ("vocabulary", target.vocab_size, head.vocab_size),
+        ("hidden size", target.hidden_size, head.hidden_size),
+        ("position axes", target.rule.axes, head.rule.axes),
+    )
+    for word, ours, theirs in pairs:
+        if ours != theirs:
+            raise ModelError(
+                f"the draft head ({head.family}, {word} {theirs}) cannot draft for target {target.name} "
+                f"({target.family}, {word} {ours}): the {word} must be equal"
+            )

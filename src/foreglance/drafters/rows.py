@@ -1,0 +1,109 @@
+"""Target rows to draft rows: the one place that knows what a policy means.
+
+A draft head's row for target row t carries (target state of row t, input of row t + 1). If that input is an image row:
+
+    see           its image embedding, numbered by the family's rule over the draft's own rows
+    placeholder   the placeholder token's embedding, numbered as in `see` (what other engines feed)
+    skip          no row; the draft's positions stay consecutive
+    gap           no row, but the target's positions, with a hole (for measurements only)
+
+One image of four rows (M-RoPE, 2 x 2) after three tokens, first axis:
+
+    target   0 1 2 [3 3 3 3] 5 6 7
+    see        0 1 [2 2 2 2] 4 5 6      inputs of rows 1.., one row per target row
+    skip       0 1           2 3 4
+    gap        1 2           5 6 7
+
+Touches no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreglance.prompt import PositionRule, Positions
+from foreglance.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """Rows for the head: `target_row` [n] says whose hidden state each carries; the rest is as in `Rows`."""
+
+    target_row: np.ndarray
+    token_ids: np.ndarray
+    image: np.ndarray
+    offset: np.ndarray
+    positions: Positions
+
+    def __len__(self) -> int:
+        return len(self.target_row)
+
+    @property
+    def is_image(self) -> np.ndarray:
+        return self.image >= 0
+
+
+class RowMap:
+    """The mapping for one sequence under one policy."""
+
+    def __init__(
+        self, sequence: Sequence, policy: str, rule: PositionRule, position_of: str, placeholder: int
+    ):
+        self._sequence = sequence
+        self._policy = policy
+        self._placeholder = placeholder
+        self._axes = rule.axes
+        prompt = sequence.rows
+        self._kept = ~prompt.is_image[1:] if policy in ("skip", "gap") else np.ones(len(prompt) - 1, bool)
+        self._positions = self._number(rule, position_of)
+        if len(self._positions):
+            self._next = rule.following(self._positions.at(-1))
+        else:
+            self._next = 1 if policy == "gap" else 0
+        self._before = np.concatenate([[0], np.cumsum(self._kept)])  # draft rows of target rows [0, t)
+
+    def _number(self, rule: PositionRule, position_of: str) -> Positions:
+        """Positions of the kept prompt rows, in the draft's own space (policy `gap`: in the target's)."""
+        rows, n = self._sequence.rows, len(self._sequence.rows)
+        if self._policy == "skip":
+            return Positions.run(0, int(self._kept.sum()), rule.axes)
+        numbered = rows.positions.part(1, n) if position_of == "input" else rows.positions.part(0, n - 1)
+        if self._policy == "gap":
+            return Positions(numbered.coords[:, self._kept])
+        starts_late = position_of == "input" and not rows.is_image[0]
+        return Positions(numbered.coords - int(starts_late))
+
+    def count(self, target_rows: int) -> int:
+        """Draft rows for target rows [0, target_rows)."""
+        prompt = min(target_rows, len(self._kept))
+        return int(self._before[prompt]) + target_rows - prompt
+
+    def rows(self, start: int, stop: int) -> DraftRows:
+        """Draft rows for target rows [start, stop), whose inputs start + 1 .. stop must be known."""
+        token_ids, image, offset = self._sequence.inputs(start + 1, stop + 1)
+        kept = np.ones(stop - start, bool)
+        in_prompt = max(0, min(stop, len(self._kept)) - start)
+        kept[:in_prompt] = self._kept[start : start + in_prompt]
+        if self._policy == "placeholder":
+            token_ids = np.where(image >= 0, self._placeholder, token_ids)
+            image = np.full_like(image, -1)
+        return DraftRows(
+            np.arange(start, stop)[kept],
+            token_ids[kept],
+            image[kept],
+            offset[kept],
+            self.positions(self.count(start), self.count(stop)),
+        )
+
+    def positions(self, start: int, stop: int) -> Positions:
+        """Positions of draft rows [start, stop), prompt rows and those behind it."""
+        known = len(self._positions)
+        pieces = []
+        if start < known:
+            pieces.append(self._positions.part(start, min(stop, known)))
+        if stop > known:
+            first = max(start, known)
+            pieces.append(Positions.run(self._next + first - known, stop - first, self._axes))
+        return Positions.join(pieces) if pieces else Positions.run(0, 0, self._axes)

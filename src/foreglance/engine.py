@@ -1,0 +1,410 @@
+"""The order of things: `step`, `add`, `cancel`, and how an engine is put together.
+
+The numbers in `step` are the stations of docs/path.md. One thread owns an engine; it has no locks. No tensor
+arithmetic, no HTTP and no family names here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from foreglance.batch import Batch, BatchError, Part, pack
+from foreglance.cache.prefix import Hit, Point, PrefixCache, Stored
+from foreglance.cache.store import CacheStore
+from foreglance.drafters.base import Drafter, NoDraft, Settled, check_pair
+from foreglance.drafters.mtp import MtpDrafter
+from foreglance.drafters.ngram import NgramDrafter
+from foreglance.images import open_pictures
+from foreglance.models.base import Target
+from foreglance.models.registry import load_model
+from foreglance.models.vision import EmbeddingCache
+from foreglance.prompt import Prompter, Rows
+from foreglance.request import DraftReport, Event, Request, RequestError, Result
+from foreglance.sampling import pick
+from foreglance.scheduler import Costs, DepthControl, Scheduler, Work
+from foreglance.sequence import Sequence
+from foreglance.settings import Settings
+from foreglance.verify import Verdict, verify
+
+MAX_POINTS = 4  # checkpoints that a finished conversation keeps
+
+
+@dataclass
+class Running:
+    """What the engine keeps of a sequence beside it: who drafts for it, how deep, and where it can be resumed."""
+
+    sequence: Sequence
+    drafter: Drafter
+    depth: DepthControl
+    points: list[Point]
+
+
+class Engine:
+    """A target, its drafters and their caches. Make one with `Engine.load`.
+
+    `add` requests and `step` until idle; or `generate` for whole results, `stream` for one request as it comes.
+    """
+
+    def __init__(self, target: Target, prompter: Prompter, settings: Settings | None = None):
+        self.target = target
+        self.settings = settings or Settings()
+        self.context = min(self.settings.context or target.spec.context, target.spec.context)
+        self._prompter = prompter
+        capacity = self.settings.slots * (self.context + 64)
+        self._store = CacheStore(target.spec.caches, capacity)
+        self._drafters: dict[str, Drafter] = {"none": NoDraft(), "ngram": NgramDrafter()}
+        if target.head is not None:
+            check_pair(target.spec, target.head.spec)
+            self._drafters["mtp"] = MtpDrafter(target.head, capacity)
+        self._scheduler = Scheduler(self.settings.slots, self.settings.grid, target.spec.whole_images)
+        self._prefixes = PrefixCache(self.settings.prefix_slots)
+        self._embeddings = EmbeddingCache(self.settings.image_cache_bytes)
+        self._running: dict[int, Running] = {}
+        self._costs = Costs()
+        self._ids = itertools.count()
+        self._ended: list[Event] = []
+
+    @classmethod
+    def load(cls, model: str = "tiny-qwen", settings: Settings | None = None) -> Engine:
+        """Load an embedded model by name, a checkpoint folder, or a hub name (downloaded once).
+
+        Raises `foreglance.models.base.ModelError`, which says what is wrong with the checkpoint.
+        """
+        settings = settings or Settings()
+        loaded = load_model(model, settings)
+        target = loaded.target
+        prompter = Prompter(loaded.tokenizer, target.spec.image_token, target.spec.rule, target.prepare)
+        engine = cls(target, prompter, settings)
+        engine.self_test = loaded.self_test
+        return engine
+
+    self_test = None  # what the start-up self-test chose; None for an engine that was put together by hand
+
+    def add(self, request: Request) -> str:
+        """Queue a request. Raises `RequestError` before any work if it cannot be served."""
+        return self.add_rows(request, self.prepare(request))
+
+    def prepare(self, request: Request) -> Rows:
+        """The request's prompt as rows. Raises `RequestError` if its pictures are broken, too many or too large."""
+        pictures = open_pictures(request.messages, self.settings.max_images, self.settings.max_pixels)
+        if pictures and self.target.spec.image_token < 0:
+            raise RequestError(
+                f"{self.target.spec.name} takes no images", param="image", code="images_unsupported"
+            )
+        return self._prompter.rows(request.messages, pictures)
+
+    def add_rows(self, request: Request, rows: Rows) -> str:
+        """Queue a request whose prompt is already rows."""
+        if not 0 < len(rows) < self.context:
+            raise RequestError(
+                f"the prompt has {len(rows)} rows ({rows.num_image_rows} of them image rows), the context holds "
+                f"{self.context} and at least one must be left for the answer",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        bad = [token for token in request.sampling.logit_bias if token >= self.target.spec.vocab_size]
+        if bad:
+            raise RequestError(
+                f"logit_bias names token {bad[0]}, the vocabulary has {self.target.spec.vocab_size}",
+                param="logit_bias",
+            )
+        drafter, report = self._drafter_for(request)
+        spec = self.target.spec
+        sequence = Sequence(
+            next(self._ids), request, rows, spec.rule, spec.eos, self._prompter.decode, self.context
+        )
+        sequence.report = report
+        control = DepthControl(request.speculation.depth, drafter.kind, drafter.max_depth, self._costs)
+        self._running[sequence.id] = Running(sequence, drafter, control, [])
+        self._scheduler.add(sequence)
+        return request.id
+
+    def _drafter_for(self, request: Request) -> tuple[Drafter, DraftReport]:
+        """Who drafts, and the report of it. A drafter that was asked for by name and is missing is refused."""
+        wanted, depth, images = (
+            request.speculation.draft,
+            request.speculation.depth,
+            request.speculation.images,
+        )
+        off = None
+        if wanted == "none" or depth == 0:
+            wanted, off = "none", "drafts were switched off" if wanted == "none" else "depth 0 was asked for"
+        elif wanted == "auto":
+            wanted = "mtp" if "mtp" in self._drafters else "none"
+            off = (
+                None
+                if wanted == "mtp"
+                else f"the checkpoint of {self.target.spec.name} has no draft head (no mtp.* tensors)"
+            )
+        elif wanted not in self._drafters:
+            raise RequestError(
+                f"draft {wanted!r} was asked for, but the checkpoint of {self.target.spec.name} has no such head; "
+                'use "ngram" or "none"',
+                param="draft",
+                code="draft_unavailable",
+            )
+        return self._drafters[wanted], DraftReport(wanted, depth if off is None else 0, images, off)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request between two steps and give everything back; False if it is not known or has ended."""
+        sequence = self._scheduler.find(request_id)
+        if sequence is None:
+            return False
+        self._end(sequence, "cancelled")
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        return self._scheduler.is_idle and not self._ended
+
+    def check(self) -> None:
+        """Integrity of all stores; when idle they hold nothing."""
+        for store in (self._store, *(s for drafter in self._drafters.values() for s in drafter.stores)):
+            store.check()
+            if self._scheduler.is_idle and len(store):
+                raise AssertionError(f"idle, but {len(store)} sequences still hold rows")
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """One step over everything that runs; -> what it gained, and final events of requests that ended since."""
+        self._admit()
+        began = time.perf_counter()
+        batch, works = self._pack(self._scheduler.pick())  # 1-4  who runs, and their rows as one batch
+        if batch is not None:
+            caches = self._reserve(batch)
+            hidden = self.target.forward(batch, caches)  # 5  writes provisional rows only
+            picks = self._pick(batch, works, hidden)  # 6
+            verdicts = self._verify(batch, works, picks)  # 7
+            self._commit(batch, works, verdicts)  # 8  the only place where lengths move
+            self._take(batch, works, verdicts, began)  # 9  text, stop strings, the end
+            self._draft(batch, works, verdicts, hidden)  # 10  guesses for the next step
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _admit(self) -> None:
+        """Open caches for sequences that got a slot, reusing what a finished conversation left."""
+        for sequence in self._scheduler.admit():
+            running = self._running[sequence.id]
+            hit = self._prefixes.find(sequence.rows.identities(), running.drafter.key(sequence))
+            try:
+                self._open(running, hit)
+                self._embed(sequence)
+            except Exception as error:  # one request fails, the others go on
+                self._end(sequence, "error", f"{type(error).__name__}: {error}")
+
+    def _open(self, running: Running, hit: Hit | None) -> None:
+        sequence = running.sequence
+        if hit is None:
+            self._store.open(sequence.id)
+            running.drafter.admit(sequence, None)
+            return
+        self._store.adopt(sequence.id, hit.stored.cache, hit.point.checkpoint)
+        sequence.advance(hit.point.checkpoint.rows)
+        sequence.counters.cached_rows = hit.point.checkpoint.rows
+        running.drafter.admit(sequence, hit.point.memory)
+
+    def _embed(self, sequence: Sequence) -> None:
+        """Image embeddings of the rows that are still to be computed."""
+        for index in sorted(set(sequence.rows.image[sequence.prefilled :].tolist()) - {-1}):
+            image = sequence.rows.images[index]
+            embeddings = self._embeddings.get(image.digest)
+            if embeddings is None:
+                embeddings = self.target.embed_image(image)
+                self._embeddings.put(image.digest, embeddings)
+            sequence.embeds[index] = embeddings
+
+    def _pack(self, works: Many[Work]) -> tuple[Batch | None, dict[int, Work]]:
+        """A validated batch; a sequence at fault is ended and left out."""
+        by_id = {work.sequence.id: work for work in works}
+        while by_id:
+            try:
+                parts = [self._part(work) for work in by_id.values()]
+                return pack(parts, self.target.spec.inputs, self._store.held()), by_id
+            except BatchError as error:
+                self._end(by_id.pop(error.sequence).sequence, "error", str(error))
+        return None, {}
+
+    def _part(self, work: Work) -> Part:
+        sequence, drafts = work.sequence, work.sequence.draft
+        tokens, image, offset = sequence.inputs(work.start, min(work.stop, sequence.known))
+        part = Part(
+            sequence.id,
+            tokens,
+            image >= 0,
+            sequence.positions(work.start, work.stop),
+            num_scored=int(work.stop == sequence.num_prompt) if work.chunk else 1 + len(drafts),
+            chunk=work.chunk,
+            embeds=sequence.embeddings(image, offset),
+        )
+        return part if work.chunk or not drafts else part.with_drafts(drafts)
+
+    def _reserve(self, batch: Batch) -> Mapping:
+        for part in batch.parts:
+            self._store.reserve(part.sequence, part.num_rows)
+        return {part.sequence: self._store[part.sequence] for part in batch.parts}
+
+    def _pick(self, batch: Batch, works: Mapping[int, Work], hidden: Tensor) -> dict[int, list[int]]:
+        """The target's picks of each sequence's scored rows, up to the first that refutes a draft."""
+        if not len(batch.scored):
+            return {}
+        logits = self.target.logits(hidden[batch.scored]).numpy()
+        picks, row = {}, 0
+        for part in batch.parts:
+            sequence = works[part.sequence].sequence
+            picks[part.sequence] = _pick_rows(sequence, part.drafts, logits[row : row + part.num_scored])
+            row += part.num_scored
+        return picks
+
+    def _verify(
+        self, batch: Batch, works: Mapping[int, Work], picks: Mapping[int, list[int]]
+    ) -> dict[int, Verdict]:
+        """A prompt chunk is kept whole; few rows as far as their drafts stand and the sequence goes on."""
+        verdicts = {}
+        for part in batch.parts:
+            if part.chunk:
+                verdicts[part.sequence] = Verdict(part.num_rows, tuple(picks[part.sequence]))
+            else:
+                verdict = verify(part.drafts, picks[part.sequence])
+                verdicts[part.sequence] = works[part.sequence].sequence.limit(verdict)
+        return verdicts
+
+    def _commit(self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict]) -> None:
+        for part in batch.parts:
+            keep = verdicts[part.sequence].keep
+            self._store.commit(part.sequence, keep, part.positions.at(keep - 1))
+            if part.chunk:
+                works[part.sequence].sequence.advance(keep)
+
+    def _take(
+        self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict], began: float
+    ) -> None:
+        if not any(part.chunk for part in batch.parts):
+            self._costs.target.add(batch.num_few, time.perf_counter() - began)
+        for part in batch.parts:
+            verdict, sequence = verdicts[part.sequence], works[part.sequence].sequence
+            if not part.chunk:
+                self._running[sequence.id].depth.learn(verdict.drafted, verdict.accepted)
+            if verdict.tokens:
+                self._ended.append(sequence.take(verdict))
+            if sequence.finish is not None:
+                self._retire(sequence)
+
+    def _draft(
+        self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict], hidden: Tensor
+    ) -> None:
+        """Each drafter gets its sequences that go on, in one call."""
+        by_drafter: dict[str, list[Settled]] = {}
+        for index, part in enumerate(batch.parts):
+            running = self._running.get(part.sequence)
+            if running is None:
+                continue
+            states = hidden[batch.rows_of(index)][: verdicts[part.sequence].keep]
+            sequence, drafter = running.sequence, running.drafter
+            depth = 0 if sequence.in_prefill else running.depth.next(len(self._running), sequence.wanted)
+            settled = Settled(
+                sequence, works[part.sequence].start, states if drafter.wants_hidden else None, depth
+            )
+            by_drafter.setdefault(drafter.kind, []).append(settled)
+        for kind, settled in by_drafter.items():
+            began = time.perf_counter()
+            drafts = self._drafters[kind].propose(settled)
+            deepest = max((len(guesses) for guesses in drafts.values()), default=0)
+            if deepest and not any(work.chunk for work in works.values()):
+                self._costs.of(kind).add(deepest, time.perf_counter() - began)
+            for one in settled:
+                one.sequence.draft = drafts.get(one.sequence.id, ())
+        self._mark_points(works)
+
+    def _mark_points(self, works: Mapping[int, Work]) -> None:
+        """Checkpoints on the row grid; and image embeddings are let go once nobody needs them."""
+        for work in works.values():
+            running = self._running.get(work.sequence.id)
+            if running is None:
+                continue
+            if work.chunk and work.stop % self.settings.grid == 0:
+                self._mark_point(running)
+            if not work.chunk:
+                work.sequence.embeds.clear()
+
+    def _mark_point(self, running: Running) -> None:
+        if not self.settings.prefix_slots:
+            return
+        memory = running.drafter.remember(running.sequence)
+        running.points.append(Point(self._store.checkpoint(running.sequence.id), memory.key, memory))
+        del running.points[:-MAX_POINTS]
+
+    def _retire(self, sequence: Sequence) -> None:
+        """A sequence ended by itself: its rows may serve another request."""
+        running = self._running[sequence.id]
+        self._explain(running)
+        self._mark_point(running)
+        cache = self._store.detach(sequence.id)
+        self._prefixes.put(Stored(sequence.identities(cache.rows), cache, tuple(running.points)))
+        self._forget(running)
+
+    def _explain(self, running: Running) -> None:
+        """Say so if automatic depth ended at no drafts."""
+        if running.depth.is_off and running.drafter.kind != "none":
+            chance = running.depth.acceptance.at(1)
+            reason = f"drafting did not pay on this text (acceptance about {chance:.0%} at depth 1)"
+            running.sequence.report = replace(running.sequence.report, off_because=reason)
+
+    def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        """End a sequence from outside: nothing of it stays."""
+        running = self._running[sequence.id]
+        if sequence.id in self._store:
+            self._store.release(sequence.id)
+        self._ended.append(sequence.end(reason, error))
+        self._forget(running)
+
+    def _forget(self, running: Running) -> None:
+        running.drafter.retire(running.sequence)
+        self._scheduler.remove([running.sequence])
+        del self._running[running.sequence.id]
+
+    def stream(self, request: Request) -> Iterator[Event]:
+        """Run one request and give its events as they come; the last one carries the result.
+
+        Leaving the iterator early cancels the request. Other requests that are in the engine run along.
+        """
+        name = self.add(request)
+        try:
+            while True:
+                for event in self.step():
+                    if event.request_id == name:
+                        yield event
+                        if event.result is not None:
+                            return
+        finally:
+            self.cancel(name)
+
+    def generate(self, requests: Request | Iterable[Request]) -> list[Result]:
+        """Run requests together and give their results in order. Refuses all if one cannot be served."""
+        many = [requests] if isinstance(requests, Request) else list(requests)
+        prepared = [(request, self.prepare(request)) for request in many]
+        names = [self.add_rows(request, rows) for request, rows in prepared]
+        results: dict[str, Result] = {}
+        while len(results) < len(names):
+            results |= {
+                e.request_id: e.result for e in self.step() if e.result is not None and e.request_id in names
+            }
+        return [results[name] for name in names]
+
+
+def _pick_rows(sequence: Sequence, drafts: Many[int], logits) -> list[int]:
+    """Row i is picked with the history that it would really have: what was generated and the drafts before it."""
+    params, picks = sequence.request.sampling, []
+    prompt = sequence.rows.token_ids if params.repetition_penalty != 1 else ()
+    for i, row in enumerate(logits):
+        history = (*sequence.generated, *drafts[:i])
+        picks.append(pick(row, params, len(history), prompt, history))
+        if i < len(drafts) and picks[i] != drafts[i]:
+            break
+    return picks

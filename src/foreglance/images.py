@@ -1,0 +1,93 @@
+"""Bytes to checked pixels. Owns size and count limits and what makes two pictures the same.
+
+Touches no network, no tokens, no weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import PIL.Image
+
+from foreglance.request import Image, ImageSource, Message, RequestError
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A decoded RGB picture and its identity: the hash of its pixels, never its file name or size."""
+
+    pixels: PIL.Image.Image
+    digest: str
+
+
+def open_picture(source: ImageSource, max_pixels: int) -> Picture:
+    """Decode a path, encoded bytes or a PIL image to RGB. Raises `RequestError` in words a person can act on."""
+    name = "image" if isinstance(source, (bytes, PIL.Image.Image)) else f"image {str(source)!r}"
+    try:
+        image = _decode(source, name, max_pixels)
+    except RequestError:
+        raise
+    except FileNotFoundError:
+        raise RequestError(f"{name} does not exist", param="image", code="image_not_found") from None
+    except Exception as error:
+        raise RequestError(
+            f"{name} cannot be read as a picture ({type(error).__name__}: {error}); "
+            "give a PNG, JPEG, WebP, GIF or BMP file that opens elsewhere",
+            param="image",
+            code="image_broken",
+        ) from error
+    digest = hashlib.sha256(f"{image.width}x{image.height}:".encode() + image.tobytes()).hexdigest()
+    return Picture(image, digest)
+
+
+def _decode(source: ImageSource, name: str, max_pixels: int) -> PIL.Image.Image:
+    if isinstance(source, PIL.Image.Image):
+        image = source
+    elif isinstance(source, bytes):
+        image = _open(io.BytesIO(source))
+    elif isinstance(source, (str, Path)):
+        image = _open(io.BytesIO(Path(source).expanduser().read_bytes()))
+    else:
+        raise RequestError(
+            f"an image must be a path, bytes or a PIL image, got {type(source).__name__}", param="image"
+        )
+    if image.width * image.height > max_pixels:
+        raise RequestError(
+            f"{name} has {image.width}x{image.height} pixels, above the limit of {max_pixels}; scale it down",
+            param="image",
+            code="image_too_large",
+        )
+    return _flatten(image)
+
+
+def _open(stream: io.BytesIO) -> PIL.Image.Image:
+    """Open lazily: the header alone tells the size, so that a decompression bomb is refused before it is decoded."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
+        return PIL.Image.open(stream)
+
+
+def _flatten(image: PIL.Image.Image) -> PIL.Image.Image:
+    """First frame as RGB; transparency over white, as it is seen on a page."""
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        canvas = PIL.Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return PIL.Image.alpha_composite(canvas, image).convert("RGB")
+    return image.convert("RGB")
+
+
+def open_pictures(messages: Sequence[Message], max_images: int, max_pixels: int) -> tuple[Picture, ...]:
+    """All pictures of a conversation in order, within the limits. Refused whole if one is bad."""
+    sources = [part.source for message in messages for part in message.parts if isinstance(part, Image)]
+    if len(sources) > max_images:
+        raise RequestError(
+            f"the request holds {len(sources)} images, the limit is {max_images}",
+            param="image",
+            code="too_many_images",
+        )
+    return tuple(open_picture(source, max_pixels) for source in sources)

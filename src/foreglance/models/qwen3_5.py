@@ -1,0 +1,419 @@
+"""Qwen3.5 / 3.6 / 3.8, dense: hybrid gated delta net and gated attention, interleaved M-RoPE, MTP head.
+
+Facts and where they come from (transformers 5.24 `models/qwen3_5`, vLLM `qwen3_5_mtp.py`, llama.cpp #24025):
+- RMSNorm weights are stored as w - 1, except the delta net's gated norm;
+- `q_proj` holds query and output gate of each head next to each other;
+- the MTP head is fed the target's state after the final norm, its fusion is fc([norm(embedding), norm(hidden)]), it chains
+  its own state after `mtp.norm`, and uses the target's embedding and output head;
+- image rows of one image are causal among each other.
+
+Layers that read the same input are fused into one product at load: [query, gate, key, value], [gate, up],
+[qkv, z, b, a].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foreglance.batch import TILE, Batch
+from foreglance.cache.kv import KVSpec
+from foreglance.cache.recurrent import Recurrent, RecurrentSpec
+from foreglance.cache.store import LayerSpec
+from foreglance.images import Picture
+from foreglance.models.attention import attend
+from foreglance.models.base import Caches, HeadSpec, ModelError, ModelSpec, tiles_of
+from foreglance.models.layers import (
+    RotaryTable,
+    default_inv_freq,
+    embed_rows,
+    interleaved_mrope_axes,
+    rotary_table,
+)
+from foreglance.models.vision import QwenVision
+from foreglance.models.weights import Weights
+from foreglance.ops.base import Ops, PackedLinear
+from foreglance.prompt import ImageInput, MRope
+
+FAMILY = "qwen3_5"
+HIDDEN_FROM = "post_norm"  # the state that the MTP head is fed and chains
+POSITION_OF = (
+    "input"  # an MTP row is numbered as its input x of row t + 1 (transformers, llama.cpp; vLLM: "hidden")
+)
+L2_EPS = 1e-6
+IMAGE_POSITIONS = MRope()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a decoder, from `text_config`."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    k_heads: int
+    v_heads: int
+    k_size: int
+    v_size: int
+    conv_width: int
+    eps: float
+
+    @classmethod
+    def of(cls, text: dict[str, Any]) -> Shape:
+        return cls(
+            hidden=text["hidden_size"],
+            inner=text["intermediate_size"],
+            heads=text["num_attention_heads"],
+            kv_heads=text["num_key_value_heads"],
+            head_size=text["head_dim"],
+            k_heads=text["linear_num_key_heads"],
+            v_heads=text["linear_num_value_heads"],
+            k_size=text["linear_key_head_dim"],
+            v_size=text["linear_value_head_dim"],
+            conv_width=text["linear_conv_kernel_dim"],
+            eps=text["rms_norm_eps"],
+        )
+
+    @property
+    def keys(self) -> int:
+        return self.k_heads * self.k_size
+
+    @property
+    def values(self) -> int:
+        return self.v_heads * self.v_size
+
+    @property
+    def conv(self) -> int:
+        return 2 * self.keys + self.values
+
+    @property
+    def attention_cache(self) -> KVSpec:
+        return KVSpec(self.kv_heads, self.head_size)
+
+    @property
+    def delta_cache(self) -> RecurrentSpec:
+        return RecurrentSpec(((self.conv_width - 1, self.conv), (self.v_heads, self.k_size, self.v_size)))
+
+    def linear_shapes(self, layer_types: Sequence[str]) -> set[tuple[int, int]]:
+        """(out, in) of every fused product, for the self-test."""
+        q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
+        shapes = {(2 * self.inner, self.hidden), (self.hidden, self.inner)}
+        if "full_attention" in layer_types:
+            shapes |= {(2 * q + 2 * kv, self.hidden), (self.hidden, q)}
+        if "linear_attention" in layer_types:
+            shapes |= {(self.conv + self.values + 2 * self.v_heads, self.hidden), (self.hidden, self.values)}
+        return shapes
+
+    def row_widths(self) -> set[int]:
+        return {self.hidden, self.inner, self.head_size, self.v_size, self.k_size, self.v_heads, self.conv}
+
+
+class Loader:
+    """Takes tensors under a prefix and packs them for the ops in use."""
+
+    def __init__(self, ops: Ops, weights: Weights, prefix: str):
+        self.ops, self._weights, self._prefix = ops, weights, prefix
+
+    def at(self, name: str) -> Loader:
+        return Loader(self.ops, self._weights, f"{self._prefix}{name}.")
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self._weights.take(self._prefix + name, *shape)
+
+    def norm(self, name: str, size: int) -> Tensor:
+        """Stored zero-centred."""
+        return self.tensor(f"{name}.weight", size).float() + 1
+
+    def linear(self, names: dict[str, int], num_in: int) -> PackedLinear:
+        """Several weights [out, in] by name and out as one."""
+        return self.ops.pack_linear(
+            torch.cat([self.tensor(f"{n}.weight", o, num_in) for n, o in names.items()])
+        )
+
+
+class Attention:
+    """Gated attention with q/k norm; the rotary part is the first half or quarter of each head."""
+
+    def __init__(self, load: Loader, shape: Shape, layer: int):
+        self._ops, self._shape, self._layer = load.ops, shape, layer
+        self._qkv = load.ops.pack_linear(self._fused(load, shape))
+        self._out = load.linear({"o_proj": shape.hidden}, shape.heads * shape.head_size)
+        norms = [load.norm("q_norm", shape.head_size)] * shape.heads + [
+            load.norm("k_norm", shape.head_size)
+        ] * shape.kv_heads
+        self._norms = torch.stack(norms)  # [heads + kv heads, head size]
+
+    @staticmethod
+    def _fused(load: Loader, shape: Shape) -> Tensor:
+        """q_proj [heads, (query, gate), d] sorted to all queries, then all gates; keys go next to the queries."""
+        heads, size, hidden = shape.heads, shape.head_size, shape.hidden
+        both = load.tensor("q_proj.weight", heads * 2 * size, hidden).view(heads, 2, size, hidden)
+        keys = load.tensor("k_proj.weight", shape.kv_heads * size, hidden)
+        values = load.tensor("v_proj.weight", shape.kv_heads * size, hidden)
+        return torch.cat([both[:, 0].reshape(-1, hidden), keys, both[:, 1].reshape(-1, hidden), values])
+
+    def __call__(self, x: Tensor, batch: Batch, caches: Caches, angles: tuple[Tensor, Tensor]) -> Tensor:
+        s, n = self._shape, len(x)
+        q, kv = s.heads * s.head_size, s.kv_heads * s.head_size
+        rotated, gate, values = self._ops.linear(x, self._qkv, batch.blocks).split([q + kv, q, kv], -1)
+        rotated = self._ops.rms_norm(rotated.view(n, s.heads + s.kv_heads, s.head_size), self._norms, s.eps)
+        rotated = self._ops.rotary(rotated, *angles)
+        query, keys = rotated[:, : s.heads], rotated[:, s.heads :]
+        values = values.view(n, s.kv_heads, s.head_size)
+        seen = attend(self._ops, batch, caches, self._layer, query, keys, values, s.head_size**-0.5)
+        return self._ops.linear(self._ops.sigmoid_mul(seen, gate), self._out, batch.blocks)
+
+
+class DeltaNet:
+    """Gated delta net: a short convolution, then a matrix state per value head."""
+
+    def __init__(self, load: Loader, shape: Shape, layer: int):
+        self._ops, self._shape, self._layer = load.ops, shape, layer
+        s = shape
+        self._in = load.linear(
+            {"in_proj_qkv": s.conv, "in_proj_z": s.values, "in_proj_b": s.v_heads, "in_proj_a": s.v_heads},
+            s.hidden,
+        )
+        self._out = load.linear({"out_proj": s.hidden}, s.values)
+        self._conv = load.tensor("conv1d.weight", s.conv, 1, s.conv_width).float().squeeze(1).contiguous()
+        self._neg_rate = -load.tensor("A_log", s.v_heads).float().exp()
+        self._dt_bias = load.tensor("dt_bias", s.v_heads).float()
+        self._norm = load.tensor("norm.weight", s.v_size).float()  # not zero-centred
+
+    def __call__(self, x: Tensor, batch: Batch, caches: Caches) -> Tensor:
+        s, n = self._shape, len(x)
+        mixed, z, b, a = self._ops.linear(x, self._in, batch.blocks).split(
+            [s.conv, s.values, s.v_heads, s.v_heads], -1
+        )
+        log_decay, beta = self._ops.delta_gates(a, b, self._neg_rate, self._dt_bias)
+        pieces = []
+        for index, part in enumerate(batch.parts):
+            rows = batch.rows_of(index)
+            cache = caches[part.sequence].layers[self._layer]
+            assert isinstance(cache, Recurrent)
+            pieces.append(self._mix(cache, mixed[rows], log_decay[rows], beta[rows], part.chunk))
+        out = self._ops.gated_rms_norm(torch.cat(pieces), z.view(n, s.v_heads, s.v_size), self._norm, s.eps)
+        return self._ops.linear(out.reshape(n, s.values), self._out, batch.blocks)
+
+    def _mix(self, cache: Recurrent, mixed: Tensor, log_decay: Tensor, beta: Tensor, chunk: bool) -> Tensor:
+        """One sequence's rows through convolution and state: [n, conv] -> [n, value heads, value size]."""
+        s, n = self._shape, len(mixed)
+        tail, state = cache.read()
+        mixed, window = self._ops.causal_conv(mixed, tail, self._conv)
+        qk, v = mixed.split([2 * s.keys, s.values], -1)
+        qk = self._ops.l2_norm(qk.view(n, 2 * s.k_heads, s.k_size), L2_EPS).repeat_interleave(
+            s.v_heads // s.k_heads, 1
+        )
+        q, k = qk[:, : s.v_heads] * s.k_size**-0.5, qk[:, s.v_heads :]
+        inputs = q, k, v.view(n, s.v_heads, s.v_size), log_decay, beta, state
+        width = s.conv_width
+        if chunk:
+            out, state = self._ops.delta_chunk(*inputs)
+            cache.write(n, (window[n:].clone(), state))
+            return out
+        out, states = self._ops.delta_rows(*inputs)
+        for i, state in enumerate(states):
+            cache.write(i + 1, (window[i + 1 : i + width], state))
+        return out
+
+
+class Layer:
+    """Pre-norm decoder layer around either mixer."""
+
+    def __init__(self, load: Loader, shape: Shape, kind: str, layer: int):
+        self._ops, self._eps = load.ops, shape.eps
+        self._attention = Attention(load.at("self_attn"), shape, layer) if kind == "full_attention" else None
+        self._delta = DeltaNet(load.at("linear_attn"), shape, layer) if kind == "linear_attention" else None
+        self._before = load.norm("input_layernorm", shape.hidden)
+        self._after = load.norm("post_attention_layernorm", shape.hidden)
+        mlp = load.at("mlp")
+        self._gate_up = mlp.linear({"gate_proj": shape.inner, "up_proj": shape.inner}, shape.hidden)
+        self._down = mlp.linear({"down_proj": shape.hidden}, shape.inner)
+
+    def __call__(self, x: Tensor, batch: Batch, caches: Caches, angles: tuple[Tensor, Tensor]) -> Tensor:
+        ops = self._ops
+        normed = ops.rms_norm(x, self._before, self._eps)
+        if self._attention is not None:
+            x = x + self._attention(normed, batch, caches, angles)
+        elif self._delta is not None:
+            x = x + self._delta(normed, batch, caches)
+        normed = ops.rms_norm(x, self._after, self._eps)
+        inner = ops.silu_mul(ops.linear(normed, self._gate_up, batch.blocks))
+        return x + ops.linear(inner, self._down, batch.blocks)
+
+
+class MtpHead:
+    """`mtp.*`: one full-attention layer over rows (target state of row t, input of row t + 1)."""
+
+    def __init__(
+        self,
+        load: Loader,
+        shape: Shape,
+        spec: HeadSpec,
+        table: Tensor,
+        head: PackedLinear,
+        rotary: RotaryTable,
+    ):
+        self.spec = spec
+        self._ops, self._shape, self._table, self._head, self._rotary = load.ops, shape, table, head, rotary
+        self._embedding_norm = load.norm("pre_fc_norm_embedding", shape.hidden)
+        self._hidden_norm = load.norm("pre_fc_norm_hidden", shape.hidden)
+        self._fuse = load.linear({"fc": shape.hidden}, 2 * shape.hidden)
+        self._layer = Layer(load.at("layers.0"), shape, "full_attention", 0)
+        self._norm = load.norm("norm", shape.hidden)
+
+    def forward(self, batch: Batch, caches: Caches) -> Tensor:
+        ops, eps = self._ops, self._shape.eps
+        assert batch.hidden is not None
+        embedding = ops.rms_norm(embed_rows(ops, self._table, batch), self._embedding_norm, eps)
+        hidden = ops.rms_norm(batch.hidden, self._hidden_norm, eps)
+        x = ops.linear(torch.cat([embedding, hidden], -1), self._fuse, batch.blocks)
+        x = self._layer(x, batch, caches, self._rotary.angles(batch.positions))
+        return ops.rms_norm(x, self._norm, eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._ops.linear(hidden, self._head, tiles_of(len(hidden), TILE))
+
+
+class Qwen3_5:
+    """A loaded target of this family."""
+
+    def __init__(
+        self, spec: ModelSpec, ops: Ops, shape: Shape, kinds: Sequence[str], load: Loader, rotary: RotaryTable
+    ):
+        self.spec = spec
+        self.head: MtpHead | None = None
+        self.vision: QwenVision | None = None
+        self.table = load.tensor("embed_tokens.weight", spec.vocab_size, shape.hidden)
+        self.rotary = rotary
+        self.output: PackedLinear | None = None
+        self._ops, self._shape = ops, shape
+        self._layers = [Layer(load.at(f"layers.{i}"), shape, kind, i) for i, kind in enumerate(kinds)]
+        self._norm = load.norm("norm", shape.hidden)
+
+    def forward(self, batch: Batch, caches: Caches) -> Tensor:
+        angles = self.rotary.angles(batch.positions)
+        x = embed_rows(self._ops, self.table, batch)
+        for layer in self._layers:
+            x = layer(x, batch, caches, angles)
+        return self._ops.rms_norm(x, self._norm, self._shape.eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        assert self.output is not None
+        return self._ops.linear(hidden, self.output, tiles_of(len(hidden), TILE))
+
+    def prepare(self, picture: Picture) -> ImageInput:
+        if self.vision is None:
+            raise ModelError(f"{self.spec.name} has no vision tower; give it text only")
+        return self.vision.prepare(picture)
+
+    def embed_image(self, image: ImageInput) -> Tensor:
+        assert self.vision is not None
+        return self.vision.embed(image)
+
+
+def shapes_of(config: dict[str, Any]) -> tuple[set[tuple[int, int]], set[int]]:
+    """Weight shapes (out, in) and row widths of a model, for the self-test."""
+    text = config.get("text_config", config)
+    shape = Shape.of(text)
+    shapes = shape.linear_shapes(text["layer_types"]) | {(text["vocab_size"], shape.hidden)}
+    if text.get("mtp_num_hidden_layers"):
+        shapes |= shape.linear_shapes(["full_attention"]) | {(shape.hidden, 2 * shape.hidden)}
+    return shapes, shape.row_widths()
+
+
+def load(name: str, folder: Path, config: Any, ops: Ops, context: int, eos: frozenset[int]) -> Qwen3_5:
+    """Read a checkpoint folder. `config` is transformers' config of it."""
+    values = config.to_dict()
+    text = values.get("text_config", values)
+    shape, kinds = Shape.of(text), text["layer_types"]
+    weights = Weights(folder)
+    trunk = _trunk_prefix(weights, folder)
+    spec = ModelSpec(
+        name=name,
+        family=FAMILY,
+        vocab_size=text["vocab_size"],
+        hidden_size=shape.hidden,
+        context=context,
+        rule=IMAGE_POSITIONS,
+        caches=tuple(_cache(shape, kind) for kind in kinds),
+        whole_images=False,
+        image_token=values.get("image_token_id", -1),
+        eos=eos,
+    )
+    model = Qwen3_5(spec, ops, shape, kinds, Loader(ops, weights, trunk), _rotary(text, context))
+    model.output = _output(ops, weights, text, values, model.table)
+    if values.get("vision_config") and any(weights.names("model.visual.")):
+        model.vision = QwenVision(folder, config.vision_config, weights, "model.visual.")
+    model.head = _mtp(ops, weights, text, shape, spec, model)
+    weights.finish()
+    return model
+
+
+def _trunk_prefix(weights: Weights, folder: Path) -> str:
+    for prefix in ("model.language_model.", "model.", "language_model.model."):
+        if f"{prefix}embed_tokens.weight" in weights:
+            return prefix
+    raise ModelError(
+        f"{folder}: no embed_tokens.weight under model.language_model, model or language_model.model"
+    )
+
+
+def _cache(shape: Shape, kind: str) -> LayerSpec:
+    if kind == "full_attention":
+        return shape.attention_cache
+    if kind == "linear_attention":
+        return shape.delta_cache
+    raise ModelError(f"layer type {kind!r} is unknown; this family has full_attention and linear_attention")
+
+
+def _rotary(text: dict[str, Any], context: int) -> RotaryTable:
+    rope = text["rope_parameters"]
+    if rope.get("rope_type", "default") != "default":
+        raise ModelError(f"rope_type {rope['rope_type']!r} is not supported for this family; only default is")
+    size = int(text["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+    axes = interleaved_mrope_axes(rope.get("mrope_section", [size // 2, 0, 0]))
+    return rotary_table(default_inv_freq(rope["rope_theta"], size), context, axes)
+
+
+def _output(
+    ops: Ops, weights: Weights, text: dict[str, Any], values: dict[str, Any], table: Tensor
+) -> PackedLinear:
+    if values.get("tie_word_embeddings", text.get("tie_word_embeddings")):
+        return ops.pack_linear(table)
+    return ops.pack_linear(weights.take("lm_head.weight", text["vocab_size"], text["hidden_size"]))
+
+
+def _mtp(
+    ops: Ops, weights: Weights, text: dict[str, Any], shape: Shape, spec: ModelSpec, model: Qwen3_5
+) -> MtpHead | None:
+    """The head if its tensors are there: converted checkpoints keep the config and lose the tensors, so the tensors
+    decide."""
+    if not any(weights.names("mtp.")):
+        return None
+    if text.get("mtp_num_hidden_layers", 1) != 1:
+        raise ModelError(
+            f"an MTP head of {text['mtp_num_hidden_layers']} layers is unknown for this family; it has one"
+        )
+    if text.get("mtp_use_dedicated_embeddings"):
+        raise ModelError("an MTP head with dedicated embeddings is not supported for this family")
+    head_spec = HeadSpec(
+        family=FAMILY,
+        vocab_size=spec.vocab_size,
+        hidden_size=shape.hidden,
+        rule=IMAGE_POSITIONS,
+        caches=(shape.attention_cache,),
+        num_modules=1,
+        position_of=POSITION_OF,
+        hidden_from=HIDDEN_FROM,
+        placeholder=spec.image_token,
+    )
+    assert model.output is not None
+    return MtpHead(Loader(ops, weights, "mtp."), shape, head_spec, model.table, model.output, model.rotary)

@@ -1,0 +1,111 @@
+"""Which family serves a checkpoint, and loading one: folder -> config -> self-test -> weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foreglance.models import qwen3_5
+from foreglance.models.base import ModelError, Target
+from foreglance.models.weights import find_model
+from foreglance.ops.numerics import SelfTest, choose
+from foreglance.settings import Settings
+
+DEFAULT_CONTEXT = 32_768
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family is shown and loaded."""
+
+    model_types: tuple[str, ...]
+    title: str
+    shapes_of: Callable[[dict[str, Any]], tuple[set[tuple[int, int]], set[int]]]
+    load: Callable[..., Target]
+
+
+FAMILIES = (
+    Family(
+        ("qwen3_5", "qwen3_5_text"),
+        "Qwen3.5 / 3.6 / 3.8 dense (MTP head, images)",
+        qwen3_5.shapes_of,
+        qwen3_5.load,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A target, its tokenizer, and what the self-test chose."""
+
+    folder: Path
+    target: Target
+    tokenizer: Any
+    self_test: SelfTest
+
+
+def family_of(model_type: str) -> Family:
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    known = ", ".join(t for family in FAMILIES for t in family.model_types)
+    raise ModelError(f"model_type {model_type!r} is not supported yet; supported are {known}")
+
+
+def load_model(name: str, settings: Settings) -> Loaded:
+    """Load an embedded model, a folder or a hub name. Raises `ModelError` in words to act on."""
+    folder = find_model(name)
+    model_type = json.loads((folder / "config.json").read_text()).get("model_type", "")
+    family = family_of(model_type)
+    from transformers import AutoConfig, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    values = config.to_dict()
+    text = values.get("text_config", values)
+    weights = pick_weights(settings.weights, folder)
+    ops, report = choose(weights, *family.shapes_of(values))
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    _check_tokenizer(tokenizer, text["vocab_size"], folder)
+    context = min(settings.context or DEFAULT_CONTEXT, text["max_position_embeddings"])
+    target = family.load(folder.name, folder, config, ops, context, end_tokens(folder, values, tokenizer))
+    return Loaded(folder, target, tokenizer, report)
+
+
+def _check_tokenizer(tokenizer: Any, vocab_size: int, folder: Path) -> None:
+    if len(tokenizer) > vocab_size:
+        raise ModelError(
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model only {vocab_size}; they do not belong together"
+        )
+
+
+def end_tokens(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
+    """Every token that ends an answer: the generation config's, else the config's, and the tokenizer's."""
+    path = folder / "generation_config.json"
+    generation = json.loads(path.read_text()) if path.is_file() else {}
+    text = config.get("text_config", config)
+    named = generation.get("eos_token_id", text.get("eos_token_id"))
+    ids = named if isinstance(named, list) else [named]
+    return frozenset(int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None)
+
+
+def pick_weights(wanted: str, folder: Path) -> str:
+    """ "auto" is fp32 while four bytes per parameter fit into half of the memory that is free, else fp16."""
+    if wanted != "auto":
+        return wanted
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return "fp32" if 2 * stored <= free_memory() / 2 else "fp16"
+
+
+def free_memory() -> int:
+    """Bytes that the system could give now; what it has in all where that is not said."""
+    import os
+
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,150 @@
+"""Checkpoint folders: where a model lies, and its tensors, strict both ways.
+
+Reads safetensors only (one file or shards with an index). No pickle, no remote code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from foreglance.models.base import ModelError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
+
+
+def embedded_models() -> list[str]:
+    """Names of the models that ship with the package."""
+    return sorted(folder.name for folder in EMBEDDED.iterdir() if (folder / "config.json").is_file())
+
+
+def find_model(name: str) -> Path:
+    """An embedded model's name, a local folder, or a hub name -> a folder with a checkpoint.
+
+    A hub name is downloaded once into the hub's cache; without a network only what is cached works.
+    """
+    if name in embedded_models():
+        return EMBEDDED / name
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                f"{folder} has no config.json; give the folder of a checkpoint in the Hugging Face layout"
+            )
+        return folder
+    if name.count("/") == 1 and not folder.exists() and not name.startswith((".", "/", "~")):
+        return _download(name)
+    raise ModelError(
+        f"no model {name!r}: it is neither an embedded model ({', '.join(embedded_models())}), nor a folder, nor a hub "
+        "name like owner/model"
+    )
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError):
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(f"model {name!r} is not cached and cannot be downloaded: {error}") from error
+
+
+class Weights:
+    """The tensors of a checkpoint folder, handed out once each.
+
+    `take` notes what is missing or mis-shaped and goes on, so that `finish` can name everything that is wrong at once.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._stack = ExitStack()
+        self._place: dict[str, Path] = {}
+        self._handles = {path: self._open(path) for path in self._files()}
+        for path, handle in self._handles.items():
+            self._place.update(dict.fromkeys(handle.keys(), path))
+        self._taken: set[str] = set()
+        self._missing: list[str] = []
+        self._misshaped: list[str] = []
+
+    def _files(self) -> list[Path]:
+        index = self._folder / INDEX
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if any(Path(name).name != name for name in names):
+                raise ModelError(f"{index} names a shard outside its folder")
+        elif (self._folder / SINGLE).is_file():
+            names = [SINGLE]
+        else:
+            raise ModelError(
+                f"{self._folder} has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read"
+            )
+        absent = [name for name in names if not (self._folder / name).is_file()]
+        if absent:
+            raise ModelError(f"{self._folder} lacks the shards {', '.join(absent)} that its index names")
+        return [self._folder / name for name in names]
+
+    def _open(self, path: Path):
+        try:
+            return self._stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._place
+
+    def names(self, prefix: str = "") -> Iterator[str]:
+        return (name for name in self._place if name.startswith(prefix))
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """The tensor, as it is stored; zeros in its place if it is missing or has another shape (see `finish`)."""
+        if name not in self._place:
+            self._missing.append(f"{name} {list(shape)}")
+            return torch.zeros(shape)
+        self._taken.add(name)
+        tensor = self._handles[self._place[name]].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            self._misshaped.append(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
+            return torch.zeros(shape)
+        return tensor
+
+    def take_all(self, prefix: str) -> dict[str, Tensor]:
+        """Every tensor under a prefix, by the rest of its name: for parts whose shapes another library checks."""
+        names = list(self.names(prefix))
+        self._taken.update(names)
+        return {name[len(prefix) :]: self._handles[self._place[name]].get_tensor(name) for name in names}
+
+    def finish(self, may_stay: Callable[[str], bool] = lambda name: False) -> None:
+        """Close the files; raise `ModelError` naming every missing, mis-shaped and left-over tensor."""
+        self._stack.close()
+        left = sorted(name for name in self._place if name not in self._taken and not may_stay(name))
+        problems = [
+            _listed("missing", self._missing),
+            _listed("mis-shaped", self._misshaped),
+            _listed("left over", left),
+        ]
+        if any(problems):
+            raise ModelError(
+                f"{self._folder}: the checkpoint does not fit its config; "
+                + "; ".join(filter(None, problems))
+            )
+
+
+def _listed(word: str, names: Sequence[str], shown: int = 12) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{len(names)} {word}: {', '.join(names[:shown])}{more}"

@@ -1,0 +1,92 @@
+"""The protocol of the operations: signatures and shapes.
+
+n rows; every output is new and its shape follows from the inputs' shapes, never from values, so that a step can be
+recorded once per shape. `blocks` are the row ranges of a batch that one call may span (`Batch.blocks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+Blocks = Sequence[tuple[int, int]]
+
+
+class PackedLinear(Protocol):
+    """A weight [out, in] in the layout that an implementation wants. Opaque to everybody else."""
+
+    shape: tuple[int, int]
+
+
+class Ops(Protocol):
+    """What a family's forward is written in."""
+
+    name: str
+
+    def pack_linear(self, weight: Tensor) -> PackedLinear:
+        """weight [out, in] -> packed; the original may be dropped."""
+        ...
+
+    def linear(self, x: Tensor, weight: PackedLinear, blocks: Blocks) -> Tensor:
+        """x [n, in] -> [n, out]."""
+        ...
+
+    def embedding(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        """table [vocab, h] of any float type, token_ids [n] -> float32 [n, h]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [..., h] times weight [h] or [heads, h]; a family that stores w - 1 adds the one at load."""
+        ...
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """rms_norm(x) * silu(gate); x and gate [..., h]."""
+        ...
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """x [n, 2 i], gate before up -> silu(gate) * up [n, i]."""
+        ...
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate), same shapes."""
+        ...
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate the first 2 r of each head: x [n, heads, d], cos and sin [n, r], halves convention -> [n, heads, d]."""
+        ...
+
+    def attend_row(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """One row over the rows that it sees: query [heads, d], keys and values [kv heads, l, d] -> [heads * d]."""
+        ...
+
+    def attend_chunk(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> Tensor:
+        """A prompt chunk: query [n, heads, d], keys and values [kv heads, l, d], mask bool [n, l] -> [n, heads * d]."""
+        ...
+
+    def causal_conv(self, x: Tensor, tail: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Depthwise convolution over rows, then silu: x [n, c], tail [w - 1, c] the inputs before, weight [c, w]
+        -> (out [n, c], window [w - 1 + n, c], of which rows [i + 1, i + w) are the tail after row i)."""
+        ...
+
+    def delta_gates(self, a: Tensor, b: Tensor, neg_rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        """a, b [n, heads] -> (log decay = neg_rate * softplus(a + dt_bias), beta = sigmoid(b))."""
+        ...
+
+    def delta_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The gated delta rule row by row: q, k [n, heads, dk] (normalised, q scaled), v [n, heads, dv], log_decay and
+        beta [n, heads], state [heads, dk, dv] -> (out [n, heads, dv], the n states)."""
+        ...
+
+    def delta_chunk(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same for a prompt chunk in matrix form -> (out, the last state)."""
+        ...
+
+    def l2_norm(self, x: Tensor, eps: float) -> Tensor:
+        """x [..., d] over the root of its sum of squares plus eps."""
+        ...

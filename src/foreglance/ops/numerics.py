@@ -1,0 +1,96 @@
+"""The start-up self-test: which kernels give a row the same bits whatever its batch, on this machine, now.
+
+Which ones do depends on processor, torch build and thread count, so it is measured and not assumed: random rows in
+batches of 1 to `TILE`, for each weight shape of the model and each row operation. The first path that passes is taken;
+the last one computes row by row and passes by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foreglance.batch import TILE
+from foreglance.ops.linear import PATHS, LinearPath
+from foreglance.ops.torch_ops import TorchOps
+
+MAX_TEST_ROWS = 8192  # output rows of a weight that the test multiplies
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What was chosen and why, in words for `foreglance` to print."""
+
+    weights: str
+    linear: str
+    rows_alone: bool
+    threads: int
+    refused: tuple[str, ...]
+
+    def __str__(self) -> str:
+        text = f"{self.weights} weights through {self.linear}"
+        if self.rows_alone:
+            text += ", row operations one row at a time"
+        text += (
+            f" ({self.threads} thread{'s' if self.threads > 1 else ''}; same bits in batches of 1 to {TILE})"
+        )
+        return text + (f"; refused here: {', '.join(self.refused)}" if self.refused else "")
+
+
+def choose(
+    weights: str, shapes: Iterable[tuple[int, int]], widths: Iterable[int]
+) -> tuple[TorchOps, SelfTest]:
+    """Test the paths for weights "fp32" or "fp16" and take the first that passes.
+
+    shapes: (out, in) of the model's weights; widths: of its rows, heads and gates.
+    """
+    generator = torch.Generator().manual_seed(0)
+    refused = []
+    candidates = [path for path in PATHS if path.weights == weights]
+    for path in candidates[:-1]:
+        if all(linear_is_exact(path, shape, generator) for shape in sorted(set(shapes))):
+            break
+        refused.append(path.name)
+    else:
+        path = candidates[-1]
+    rows_alone = not all(rows_are_exact(TorchOps(path), width, generator) for width in sorted(set(widths)))
+    report = SelfTest(weights, path.name, rows_alone, torch.get_num_threads(), tuple(refused))
+    return TorchOps(path, rows_alone), report
+
+
+def linear_is_exact(path: LinearPath, shape: tuple[int, int], generator: torch.Generator) -> bool:
+    num_out, num_in = min(shape[0], MAX_TEST_ROWS), shape[1]
+    try:
+        packed = path.pack_linear(torch.randn(num_out, num_in, generator=generator) / num_in**0.5)
+        return _same_bits(lambda x: path.linear(x, packed, [(0, len(x))]), num_in, generator)
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return False  # this build of torch lacks the kernel
+
+
+def rows_are_exact(ops: TorchOps, width: int, generator: torch.Generator) -> bool:
+    weight = torch.randn(width, generator=generator)
+    functions: list[Callable[[Tensor], Tensor]] = [
+        lambda x: ops.rms_norm(x, weight, 1e-6),
+        lambda x: ops.gated_rms_norm(x, x, weight, 1e-6),
+        lambda x: ops.silu_mul(torch.cat([x, x], -1)),
+        lambda x: ops.sigmoid_mul(x, x),
+        lambda x: ops.l2_norm(x, 1e-6),
+        lambda x: ops.delta_gates(x, x, weight, weight)[0],
+        lambda x: ops.delta_gates(x, x, weight, weight)[1],
+        torch.exp,
+    ]
+    return all(_same_bits(function, width, generator) for function in functions)
+
+
+def _same_bits(function: Callable[[Tensor], Tensor], width: int, generator: torch.Generator) -> bool:
+    """Rows of very different size, alone and in every batch size at both ends of the tile, must agree bit for bit."""
+    x = torch.randn(TILE, width, generator=generator) * torch.logspace(-3, 2, TILE).unsqueeze(-1)
+    alone = torch.cat([function(x[i : i + 1].clone()) for i in range(TILE)])
+    for size in range(2, TILE + 1):
+        for start in {0, TILE - size}:
+            if not torch.equal(function(x[start : start + size].clone()), alone[start : start + size]):
+                return False
+    return True

@@ -1,0 +1,321 @@
+"""A conversation to rows: chat template, tokenizer, the places of images, and positions.
+
+Owns `Rows` and the position rules. A row index counts cache rows; a position is a coordinate that rotary embeddings
+see. They are different things (an image of merged grid H x W is H*W rows but moves the M-RoPE text coordinate by
+max(H, W)), so positions travel in a type of their own and no function here turns one into the other.
+Touches no device and no vision tower. Source of the M-RoPE rule: transformers `Qwen3_5Model.get_rope_index`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from foreglance.images import Picture
+from foreglance.request import Image, Message, RequestError, Text
+
+Coordinates = tuple[int, ...]  # one row's position, an entry per axis
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Positions of consecutive rows: `coords` [axes, n] int64."""
+
+    coords: np.ndarray
+
+    def __len__(self) -> int:
+        return self.coords.shape[1]
+
+    @property
+    def axes(self) -> int:
+        return self.coords.shape[0]
+
+    def part(self, start: int, stop: int) -> Positions:
+        return Positions(self.coords[:, start:stop])
+
+    def at(self, row: int) -> Coordinates:
+        return tuple(int(c) for c in self.coords[:, row])
+
+    @classmethod
+    def join(cls, pieces: Sequence[Positions]) -> Positions:
+        return cls(np.concatenate([piece.coords for piece in pieces], axis=1))
+
+    @classmethod
+    def run(cls, start: int, num_rows: int, axes: int) -> Positions:
+        """Text rows: the same consecutive coordinate on every axis."""
+        return cls(np.broadcast_to(np.arange(start, start + num_rows, dtype=np.int64), (axes, num_rows)))
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive rows of one kind: text, or one image with its merged `grid` (height, width)."""
+
+    num_rows: int
+    grid: tuple[int, int] | None = None
+
+
+class PositionError(ValueError):
+    """Positions that break the family's rule."""
+
+
+class PositionRule(Protocol):
+    """How a family numbers rows, and what it accepts next to what a cache already holds."""
+
+    axes: int
+
+    def place(self, spans: Sequence[Span]) -> Positions:
+        """Positions of a whole sequence that begins at 0."""
+        ...
+
+    def following(self, last: Coordinates) -> int:
+        """The coordinate of the text row that follows a row at `last`."""
+        ...
+
+    def check(self, last: Coordinates | None, new: Positions, is_image: np.ndarray) -> None:
+        """Raise `PositionError` unless rows at `new` may follow a cache whose last row is at `last`."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneAxis:
+    """Positions count rows, images included: the first new position is the last plus one, without holes."""
+
+    axes: int = 1
+
+    def place(self, spans: Sequence[Span]) -> Positions:
+        return Positions.run(0, sum(span.num_rows for span in spans), 1)
+
+    def following(self, last: Coordinates) -> int:
+        return last[0] + 1
+
+    def check(self, last: Coordinates | None, new: Positions, is_image: np.ndarray) -> None:
+        want = 0 if last is None else last[0] + 1
+        if np.array_equal(new.coords[0], np.arange(want, want + len(new))):
+            return
+        raise PositionError(
+            f"the cache {_held(last)}, so the first new row must be at position {want}, but the batch starts at "
+            f"{new.at(0)[0]} and runs {_brief(new)}; one-axis positions follow each other without holes"
+        )
+
+
+@dataclass(frozen=True)
+class MRope:
+    """Temporal, height and width coordinates (Qwen-VL). Text rows have all three equal.
+
+    An image that starts at coordinate s has its row (y, x) at (s, s + y, s + x); the text after it continues at
+    s + max(H, W).
+    """
+
+    axes: int = 3
+
+    def place(self, spans: Sequence[Span]) -> Positions:
+        pieces, start = [], 0
+        for span in spans:
+            if span.grid is None:
+                pieces.append(Positions.run(start, span.num_rows, 3))
+                start += span.num_rows
+            else:
+                pieces.append(self._image(start, *span.grid))
+                start += max(span.grid)
+        return Positions.join(pieces) if pieces else Positions.run(0, 0, 3)
+
+    @staticmethod
+    def _image(start: int, height: int, width: int) -> Positions:
+        y, x = np.divmod(np.arange(height * width, dtype=np.int64), width)
+        return Positions(np.stack([np.full_like(y, start), start + y, start + x]))
+
+    def following(self, last: Coordinates) -> int:
+        return max(last) + 1
+
+    def check(self, last: Coordinates | None, new: Positions, is_image: np.ndarray) -> None:
+        lowest, before = new.coords.min(axis=0), self._reached(last, new)
+        text_ok = lowest > before
+        image_ok = (lowest >= new.coords[0]) & (new.coords[0] >= self._temporal_before(last, new))
+        bad = np.flatnonzero(~np.where(is_image, image_ok, text_ok))
+        if len(bad) == 0:
+            return
+        row, kind = int(bad[0]), "image" if is_image[bad[0]] else "token"
+        raise PositionError(
+            f"the cache {_held(last)} and the batch starts at {new.at(0)}; its row {row} ({kind}) at {new.at(row)} does "
+            "not follow: token rows go strictly forward on every axis, image rows may share a coordinate with the row "
+            "before but never go back"
+        )
+
+    @staticmethod
+    def _reached(last: Coordinates | None, new: Positions) -> np.ndarray:
+        """Highest coordinate on any axis before each new row [n]."""
+        highest = np.concatenate([[-1 if last is None else max(last)], new.coords.max(axis=0)[:-1]])
+        return np.maximum.accumulate(highest)
+
+    @staticmethod
+    def _temporal_before(last: Coordinates | None, new: Positions) -> np.ndarray:
+        return np.concatenate([[-1 if last is None else last[0]], new.coords[0][:-1]])
+
+
+def _held(last: Coordinates | None) -> str:
+    if last is None:
+        return "is empty"
+    return f"holds its last row at position {last[0] if len(last) == 1 else last}"
+
+
+def _brief(new: Positions) -> str:
+    shown = [str(c) for c in new.coords[0][:8]]
+    return "[" + ", ".join(shown) + (", ..." if len(new) > 8 else "") + "]"
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """A picture as the vision tower takes it.
+
+    `digest` identifies pixels and processing; `grid` is the merged grid (height, width), one row each; `patches` is the
+    tower's own input and opaque here.
+    """
+
+    digest: str
+    grid: tuple[int, int]
+    patches: Any = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one sequence. All arrays have length n.
+
+    token_ids  int64; an image row holds the placeholder id, which is never looked up
+    image      int64; index into `images`, -1 for a token row
+    offset     int64; which row of its image
+    positions  on the family's axes
+    """
+
+    token_ids: np.ndarray
+    image: np.ndarray
+    offset: np.ndarray
+    positions: Positions
+    images: tuple[ImageInput, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_image(self) -> np.ndarray:
+        return self.image >= 0
+
+    @property
+    def num_image_rows(self) -> int:
+        return int(self.is_image.sum())
+
+    def identities(self) -> np.ndarray:
+        """int64 [n]: what a row is, for prefix reuse. Token rows: the id. Image rows: a negative hash of the image's
+        pixels and processing and of the row's place in it, never of its size or placeholder."""
+        ids = self.token_ids.copy()
+        for index, image in enumerate(self.images):
+            mine = self.image == index
+            ids[mine] = image_identities(image)[self.offset[mine]]
+        return ids
+
+
+def image_identities(image: ImageInput) -> np.ndarray:
+    """int64 [rows], all negative."""
+    stem = int.from_bytes(hashlib.sha256(image.digest.encode()).digest()[:8], "little")
+    mixed = (stem + np.arange(image.num_rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).astype(
+        np.uint64
+    )
+    return -(mixed >> np.uint64(2)).astype(np.int64) - 1
+
+
+def spans_of(image: np.ndarray, images: Sequence[ImageInput]) -> list[Span]:
+    """Runs of text rows and of images, in order, from each row's image index [n]."""
+    borders = np.flatnonzero(np.diff(image)) + 1
+    edges = [0, *(int(b) for b in borders), len(image)]
+    spans = []
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        index = int(image[start]) if stop > start else -1
+        if stop > start:
+            spans.append(Span(stop - start, images[index].grid if index >= 0 else None))
+    return spans
+
+
+def make_rows(
+    token_ids: Sequence[int], image_token: int, images: Sequence[ImageInput], rule: PositionRule
+) -> Rows:
+    """Expand each placeholder to its image's rows and number everything.
+
+    Raises `RequestError` if placeholders and images do not match one to one.
+    """
+    places = [i for i, token in enumerate(token_ids) if token == image_token]
+    if len(places) != len(images):
+        raise RequestError(
+            f"the prompt has {len(places)} image placeholders for {len(images)} images; text must not contain the "
+            "placeholder token itself",
+            param="messages",
+            code="image_count_mismatch",
+        )
+    tokens, image, offset, used = [], [], [], 0
+    for token in token_ids:
+        count = 1
+        if token == image_token:
+            count = images[used].num_rows
+        tokens += [token] * count
+        image += [used if token == image_token else -1] * count
+        offset += range(count)
+        used += token == image_token
+    image_array = np.array(image, np.int64)
+    return Rows(
+        np.array(tokens, np.int64),
+        image_array,
+        np.array(offset, np.int64),
+        rule.place(spans_of(image_array, images)),
+        tuple(images),
+    )
+
+
+class Tokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> str: ...
+
+
+@dataclass(frozen=True)
+class Prompter:
+    """Renders conversations of one model to rows. `prepare` is the family's image processor."""
+
+    tokenizer: Tokenizer
+    image_token: int
+    rule: PositionRule
+    prepare: Callable[[Picture], ImageInput]
+
+    def rows(self, messages: Sequence[Message], pictures: Sequence[Picture]) -> Rows:
+        text = self.tokenizer.apply_chat_template(
+            [_as_template_message(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return make_rows(
+            token_ids, self.image_token, [self.prepare(picture) for picture in pictures], self.rule
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def _as_template_message(message: Message) -> dict[str, Any]:
+    """The form that chat templates read: a plain string where there is only text, else typed parts."""
+    if all(isinstance(part, Text) for part in message.parts):
+        return {"role": message.role, "content": "".join(part.text for part in message.parts)}
+    parts = [
+        {"type": "image"} if isinstance(part, Image) else {"type": "text", "text": part.text}
+        for part in message.parts
+    ]
+    return {"role": message.role, "content": parts}

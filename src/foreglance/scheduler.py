@@ -1,0 +1,139 @@
+"""Who runs in a step, with how many rows, and how deep each sequence drafts. No tensors, no logits, no text."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from foreglance.request import Depth
+from foreglance.sequence import Sequence
+from foreglance.stats import Acceptance, CostCurve
+
+AUTO_DEEPEST = 8
+FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # steps between two probes while drafting does not pay
+
+
+@dataclass(frozen=True)
+class Work:
+    """Rows [start, stop) of a sequence in this step. `chunk`: prompt rows; else the last token and its drafts."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+    chunk: bool
+
+
+class Costs:
+    """What a step costs here: seconds of the target by few rows, seconds of a drafter by depth. Engine-wide."""
+
+    def __init__(self) -> None:
+        self.target = CostCurve()
+        self.drafter: dict[str, CostCurve] = {}
+        self.acceptance: dict[str, Acceptance] = {}
+
+    def of(self, kind: str) -> CostCurve:
+        return self.drafter.setdefault(kind, CostCurve())
+
+    def prior(self, kind: str) -> Acceptance:
+        return self.acceptance.setdefault(kind, Acceptance(fade=0.99))
+
+
+@dataclass
+class DepthControl:
+    """The depth of one sequence: fixed, or as deep as pays.
+
+    Auto compares tokens per second for each depth, from this sequence's acceptance and this machine's costs. When no
+    depth pays it drafts nothing and probes again after a pause that doubles, so that text which does not draft costs
+    next to nothing.
+    """
+
+    wanted: Depth
+    kind: str
+    deepest: int
+    costs: Costs
+    acceptance: Acceptance = field(init=False)
+    pause: int = FIRST_PAUSE
+    resting: int = 0
+
+    def __post_init__(self) -> None:
+        self.acceptance = Acceptance(self.costs.prior(self.kind))
+
+    @property
+    def is_off(self) -> bool:
+        return self.wanted == "auto" and self.resting > 0
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        if drafted:
+            self.acceptance.add(drafted, accepted)
+            self.costs.prior(self.kind).add(drafted, accepted)
+
+    def next(self, num_running: int, wanted_tokens: int) -> int:
+        """Depth of the next round: never beyond what may still be generated."""
+        limit = max(0, min(self.deepest, wanted_tokens - 1))
+        if self.wanted != "auto":
+            return min(self.wanted, limit)
+        if self.resting:
+            self.resting -= 1
+            return 0 if self.resting else min(1, limit)
+        best = max(range(min(limit, AUTO_DEEPEST) + 1), key=lambda depth: self._rate(depth, num_running))
+        if best == 0 and limit:
+            self.resting, self.pause = self.pause, min(2 * self.pause, LONGEST_PAUSE)
+        elif best:
+            self.pause = FIRST_PAUSE
+        return best
+
+    def _rate(self, depth: int, num_running: int) -> float:
+        seconds = self.costs.target.at(num_running * (1 + depth))
+        if depth:
+            seconds += self.costs.of(self.kind).at(depth)
+        return self.acceptance.expected_tokens(depth) / max(seconds, 1e-9)
+
+
+class Scheduler:
+    """First come, first served over `slots`. A step takes every decoding sequence and one prompt chunk."""
+
+    def __init__(self, slots: int, grid: int, whole_images: bool):
+        self._slots, self._grid, self._whole_images = slots, grid, whole_images
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and not self._running
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        return tuple(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def admit(self) -> list[Sequence]:
+        """Move waiting sequences into free slots; -> the new ones."""
+        fresh = []
+        while self._waiting and len(self._running) < self._slots:
+            fresh.append(self._waiting.popleft())
+            self._running.append(fresh[-1])
+        return fresh
+
+    def pick(self) -> list[Work]:
+        """Rows of this step. Which chunk a prompt row falls in depends on the row grid alone, not on who else runs."""
+        decoding = [s for s in self._running if not s.in_prefill]
+        work = [Work(s, s.committed, s.committed + 1 + len(s.draft), False) for s in decoding]
+        prefill = next((s for s in self._running if s.in_prefill), None)
+        if prefill is not None:
+            work.append(Work(prefill, *prefill.next_chunk(self._grid, self._whole_images), True))
+        return work
+
+    def find(self, request_id: str) -> Sequence | None:
+        return next((s for s in (*self._running, *self._waiting) if s.request.id == request_id), None)
+
+    def remove(self, gone: Iterable[Sequence]) -> None:
+        ids = {s.id for s in gone}
+        self._running = [s for s in self._running if s.id not in ids]
+        self._waiting = deque(s for s in self._waiting if s.id not in ids)

@@ -1,0 +1,267 @@
+"""One running request: its rows, what it generated, and when it ends. The only mutable noun of the engine.
+
+Decides end of text, length and stop strings. Knows no model, no cache internals and no other sequence.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreglance.detokenize import Decode, Detokenizer
+from foreglance.prompt import Coordinates, PositionRule, Positions, Rows
+from foreglance.request import MAX_DEPTH, DraftReport, Event, FinishReason, Request, Result, Timings, Token
+from foreglance.verify import Verdict
+
+
+class StopStrings:
+    """Holds text back while it may be the start of a stop string; says where one was found."""
+
+    def __init__(self, stops: tuple[str, ...]):
+        self._stops = stops
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """-> (text that is safe to give out, whether a stop string was completed)."""
+        if not self._stops:
+            return text, False
+        self._held += text
+        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            safe, self._held = self._held[: min(found)], ""
+            return safe, True
+        keep = max((self._overlap(stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        safe, self._held = self._held[:cut], self._held[cut:]
+        return safe, False
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _overlap(self, stop: str) -> int:
+        """Length of the longest proper start of `stop` that the held text ends with."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
+
+
+@dataclass
+class Counters:
+    """What timings are made of. Times in seconds of `time.perf_counter`."""
+
+    added: float = field(default_factory=time.perf_counter)
+    first_token: float = 0.0
+    last_token: float = 0.0
+    cached_rows: int = 0
+    steps: int = 0
+    drafted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
+    accepted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
+
+    def count(self, verdict: Verdict) -> None:
+        """A depth is tried only if the depths before it were accepted."""
+        for depth in range(min(verdict.drafted, verdict.accepted + 1)):
+            self.drafted[depth] += 1
+            self.accepted[depth] += depth < verdict.accepted
+
+
+class Sequence:
+    """The state of one request while it runs.
+
+    rows       the prompt; fixed
+    generated  token ids picked so far; the last one is not in the cache yet
+    draft      guesses that it carries into its next step
+    prefilled  prompt rows in the cache
+    embeds     image embeddings [rows, width] by image index, once computed
+    """
+
+    def __init__(
+        self,
+        id: int,
+        request: Request,
+        rows: Rows,
+        rule: PositionRule,
+        eos: frozenset[int],
+        decode: Decode,
+        context: int,
+    ):
+        self.id = id
+        self.request = request
+        self.rows = rows
+        self.generated: list[int] = []
+        self.draft: tuple[int, ...] = ()
+        self.prefilled = 0
+        self.embeds: dict[int, Tensor] = {}
+        self.counters = Counters()
+        self.report = DraftReport(
+            request.speculation.draft, request.speculation.depth, request.speculation.images
+        )
+        self.finish: FinishReason | None = None
+        self.error: str | None = None
+        self._limit = min(request.sampling.max_tokens, context - len(rows))
+        self._axes = rule.axes
+        self._next_coordinate = rule.following(rows.positions.at(-1))
+        self._eos = frozenset() if request.sampling.ignore_eos else eos
+        self._decode = decode
+        self._detokenizer = Detokenizer(decode)
+        self._stops = StopStrings(request.sampling.stop)
+        self._text = ""
+
+    # What follows is derived, never stored twice.
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.rows)
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.prefilled < self.num_prompt
+
+    @property
+    def committed(self) -> int:
+        """Rows in the target's cache."""
+        return self.prefilled if self.in_prefill else self.num_prompt + max(0, len(self.generated) - 1)
+
+    @property
+    def known(self) -> int:
+        """Rows whose input is known: the prompt and every generated token."""
+        return self.num_prompt + len(self.generated)
+
+    @property
+    def wanted(self) -> int:
+        """Tokens that may still be generated, by the request and by the context."""
+        return self._limit - len(self.generated)
+
+    def next_chunk(self, grid: int, whole_images: bool) -> tuple[int, int]:
+        """Rows [start, stop) of the next prompt chunk: up to the next multiple of `grid`, absolute.
+
+        With `whole_images` (families whose image rows see each other) a border inside an image moves behind it.
+        """
+        start = self.prefilled
+        stop = min((start // grid + 1) * grid, self.num_prompt)
+        if whole_images and stop < self.num_prompt and self.rows.image[stop] >= 0:
+            same = self.rows.image[stop:] == self.rows.image[stop - 1]
+            stop += int(same.argmin()) if not same.all() else len(same)
+        return start, stop
+
+    def inputs(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids, image indices and image offsets of known rows [start, stop); each [stop - start]."""
+        if stop <= self.num_prompt:
+            part = slice(start, stop)
+            return self.rows.token_ids[part], self.rows.image[part], self.rows.offset[part]
+        head = min(start, self.num_prompt), self.num_prompt
+        tail = self.generated[max(start - self.num_prompt, 0) : stop - self.num_prompt]
+        fill = np.zeros(len(tail), np.int64)
+        pieces = (
+            (self.rows.token_ids, np.array(tail, np.int64)),
+            (self.rows.image, fill - 1),
+            (self.rows.offset, fill),
+        )
+        return tuple(np.concatenate([array[head[0] : head[1]], more]) for array, more in pieces)
+
+    def embeddings(self, image: np.ndarray, offset: np.ndarray) -> Tensor | None:
+        """Embeddings [m, width] of the image rows among rows with these image indices and offsets, in order."""
+        indices = np.unique(image[image >= 0])
+        if not len(indices):
+            return None
+        return torch.cat([self.embeds[int(i)][torch.from_numpy(offset[image == i])] for i in indices])
+
+    def positions(self, start: int, stop: int) -> Positions:
+        """Positions of rows [start, stop), known or about to be drafted."""
+        if stop <= self.num_prompt:
+            return self.rows.positions.part(start, stop)
+        first = max(start, self.num_prompt)
+        tail = Positions.run(self._next_coordinate + first - self.num_prompt, stop - first, self._axes)
+        if start >= self.num_prompt:
+            return tail
+        return Positions.join([self.rows.positions.part(start, self.num_prompt), tail])
+
+    def last_position(self) -> Coordinates:
+        return self.positions(self.committed - 1, self.committed).at(0)
+
+    def identities(self, stop: int) -> np.ndarray:
+        """int64 [stop]: what the first rows are, for prefix reuse."""
+        tail = np.array(self.generated[: max(0, stop - self.num_prompt)], np.int64)
+        return np.concatenate([self.rows.identities()[:stop], tail])
+
+    def limit(self, verdict: Verdict) -> Verdict:
+        """Cut a verdict at the end of text or at the length limit, so that no row behind the end is committed."""
+        tokens = verdict.tokens[: self.wanted]
+        end = next((i for i, token in enumerate(tokens) if token in self._eos), len(tokens) - 1)
+        return Verdict(end + 1, tokens[: end + 1], verdict.drafted)
+
+    def advance(self, num_rows: int) -> None:
+        """Prompt rows [prefilled, prefilled + num_rows) are in the cache."""
+        self.prefilled += num_rows
+
+    def take(self, verdict: Verdict) -> Event:
+        """Append what a step gained, up to a stop string; decide whether the sequence ends."""
+        now = time.perf_counter()
+        if not self.generated:
+            self.counters.first_token = now
+        else:
+            self.counters.steps += 1
+            self.counters.count(verdict)
+        self.counters.last_token = now
+        self.draft = ()
+        tokens = []
+        for depth, token in enumerate(verdict.tokens):
+            if self.finish is not None:
+                break
+            tokens.append(self._append(token, depth + 1 if depth < verdict.accepted else 0))
+        return self.event(tuple(tokens))
+
+    def _append(self, token: int, depth: int) -> Token:
+        self.generated.append(token)
+        text, stopped = self._stops.push("" if token in self._eos else self._detokenizer.push(token))
+        if stopped or token in self._eos:
+            self.finish = "stop"
+        elif self.wanted == 0:
+            self.finish = "length"
+        if self.finish is not None and not stopped:
+            rest, stopped = self._stops.push(self._detokenizer.flush())
+            text += rest
+            if stopped:
+                self.finish = "stop"
+            else:
+                text += self._stops.flush()
+        self._text += text
+        return Token(token, depth, text)
+
+    def end(self, reason: FinishReason, error: str | None = None) -> Event:
+        """End from outside (cancelled, failed); the one final event."""
+        self.finish, self.error = reason, error
+        return self.event(())
+
+    def event(self, tokens: tuple[Token, ...]) -> Event:
+        return Event(self.request.id, tokens, self.result() if self.finish is not None else None)
+
+    def result(self) -> Result:
+        assert self.finish is not None
+        return Result(
+            self.request.id,
+            self._text,
+            tuple(self.generated),
+            self.finish,
+            self._timings(),
+            self.report,
+            self.error,
+        )
+
+    def _timings(self) -> Timings:
+        c = self.counters
+        deepest = max((d + 1 for d, n in enumerate(c.drafted) if n), default=0)
+        return Timings(
+            prompt_tokens=self.num_prompt,
+            image_rows=self.rows.num_image_rows,
+            cached_rows=c.cached_rows,
+            steps=c.steps,
+            drafted=tuple(c.drafted[:deepest]),
+            accepted=tuple(c.accepted[:deepest]),
+            ttft_ms=max(0.0, c.first_token - c.added) * 1e3,
+            decode_ms=max(0.0, c.last_token - c.first_token) * 1e3,
+            num_tokens=len(self.generated),
+        )

@@ -1,0 +1,41 @@
+"""Settings of an engine, with the defaults that the command line shows. Touches nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+WeightFormat = Literal["auto", "fp32", "fp16"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an engine is laid out. Lengths in rows (a token or one image embedding each), memory in bytes.
+
+    context           rows that one sequence may hold, prompt and answer together; None: what the model allows
+    slots             sequences that run at once; more wait in a queue
+    grid              prompt chunks end at multiples of this row number (docs/exactness.md says why it is fixed)
+    prefix_slots      finished conversations that are kept for reuse
+    max_images        images in one request
+    max_pixels        pixels of one decoded image
+    image_cache_bytes memory for image embeddings that may be asked about again
+    weights           "fp32", "fp16", or "auto" by memory
+    """
+
+    context: int | None = None
+    slots: int = 8
+    grid: int = 256
+    prefix_slots: int = 4
+    max_images: int = 32
+    max_pixels: int = 64_000_000
+    image_cache_bytes: int = 256 << 20
+    weights: WeightFormat = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "grid", "max_images", "max_pixels"):
+            if self.__dict__[name] < 1:
+                raise ValueError(f"settings: {name} must be at least 1, got {self.__dict__[name]}")
+        if self.context is not None and self.context < 2:
+            raise ValueError(f"settings: context must be at least 2 rows, got {self.context}")
+        if self.weights not in ("auto", "fp32", "fp16"):
+            raise ValueError(f"settings: weights must be auto, fp32 or fp16, got {self.weights!r}")

@@ -1,0 +1,39 @@
+"""Drafts against picks. Pure: touches no model, no cache and no randomness.
+
+A guess stands when it equals the target's own pick for that row (picks are coupled, see `sampling`), so what is
+emitted is always the target's own text and the drafter can only change how many rows a step keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a step gained for one sequence.
+
+    `keep` rows of the step stay in the cache: the last token's own row and one per accepted draft. `tokens` are the
+    picks that follow the kept rows: `keep` of them, the accepted drafts and one new token of the target.
+    """
+
+    keep: int
+    tokens: tuple[int, ...]
+    drafted: int = 0
+
+    @property
+    def accepted(self) -> int:
+        return self.keep - 1
+
+
+def verify(drafts: Sequence[int], picks: Sequence[int]) -> Verdict:
+    """drafts [k], picks [<= k+1] -> Verdict.
+
+    `picks[i]` is the target's pick after row i, where row 0 is the last token and row i >= 1 is draft i. Picks may stop
+    after the first one that refutes a draft: later rows cannot stand.
+    """
+    num_accepted = 0
+    while num_accepted < len(drafts) and drafts[num_accepted] == picks[num_accepted]:
+        num_accepted += 1
+    return Verdict(num_accepted + 1, tuple(picks[: num_accepted + 1]), len(drafts))
