@@ -1,0 +1,71 @@
+"""The wording: an answer tells exactly what its scene holds, in words that can be read back."""
+
+import random
+
+import pytest
+
+from foreglance.bench.scenes import COUNTS, HELD_OUT_SEED, content_words, sample_scene
+from training import captions
+from training.evaluate import facts, read_caption, told
+from training.prepare import chat_text, image_seeds
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_caption_tells_every_item_in_order_and_nothing_else(seed):
+    scene = sample_scene(random.Random(seed))
+    said, whole = read_caption(captions.caption(random.Random(seed), scene))
+    assert said == [facts(item) for item in scene.items]
+    assert whole == {"count": COUNTS[len(scene.shapes)], "background": scene.background}
+
+
+def test_free_choices_never_use_a_content_word():
+    """A draft that guesses a colour must have seen it; a free "orange" would blur the measurement."""
+    content = {word.lower() for word in content_words()}
+    for template in (captions._OPENING, captions._ITEM, captions._WRITING, captions._PLACE, captions._REMARK):
+        choices = captions._CHOICE.findall(template)
+        assert not content & {word for choice in choices for word in choice.replace("|", " ").split()}
+
+
+def test_the_same_scene_is_told_in_many_ways():
+    scene = sample_scene(random.Random(3))
+    assert len({captions.caption(random.Random(seed), scene) for seed in range(50)}) == 50
+
+
+def test_about_a_quarter_of_a_caption_is_content_and_a_fifth_is_free_choice():
+    words = content = 0
+    for seed in range(200):
+        text = captions.caption(random.Random(seed), sample_scene(random.Random(seed)))
+        words += len(text.split())
+        content += len([word for word in told(text) if word in {w.lower() for w in content_words()}])
+    assert 0.2 < content / words < 0.35
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_an_answer_names_only_what_a_question_about_the_scene_can_mean(seed):
+    rng = random.Random(seed)
+    scene = sample_scene(rng)
+    ask, answer = captions.question(rng, scene, " in the second image")
+    assert "second image" in ask and "@" not in ask and "$" not in ask + answer
+    assert answer.endswith(".")
+
+
+def test_chats_alternate_and_keep_to_the_seeds_that_they_were_given():
+    chats = captions.Chats(random.Random(0), range(HELD_OUT_SEED, HELD_OUT_SEED + 50))
+    counts = {"system": 0, "several images": 0, "late image": 0, "text only": 0}
+    for _ in range(1500):
+        chat = chats.draw()
+        roles = [message["role"] for message in chat]
+        counts["system"] += roles[0] == "system"
+        roles = roles[1:] if roles[0] == "system" else roles
+        assert roles == ["user", "assistant"] * (len(roles) // 2)
+        seeds = image_seeds(chat)
+        assert all(HELD_OUT_SEED <= seed < HELD_OUT_SEED + 50 for seed in seeds)
+        counts["several images"] += len(seeds) > 1
+        counts["text only"] += not seeds
+        counts["late image"] += (
+            bool(seeds) and "<|image_pad|>" not in chat_text(chat).split("<|im_start|>user")[1]
+        )
+    assert 110 < counts["system"] < 200
+    assert 100 < counts["several images"] < 260
+    assert 60 < counts["late image"] < 200
+    assert 150 < counts["text only"] < 350

@@ -1,0 +1,77 @@
+"""Runs the whole recipe of `tiny-qwen`, from an empty folder to a measured model folder.
+ Owns the order of the stages and their time limits. A stage whose result exists is not run again, and the
+long ones go on from their last checkpoint, so the command can be stopped and repeated at any point.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+ROOT = Path(__file__).parent
+EMBEDDED = ROOT.parent / "src" / "foreglance" / "embedded" / "tiny-qwen"
+SKIP_HEAD = ROOT.parent / "tests" / "data" / "tiny-qwen-skip-head.safetensors"
+console = Console()
+
+
+def start(stage: str, **options: object) -> subprocess.Popen:
+    """Starts `python -m training.<stage> --option value ...`."""
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return subprocess.Popen([sys.executable, "-m", f"training.{stage}", *words], cwd=ROOT.parent)
+
+
+def run(*stages: subprocess.Popen) -> None:
+    """Waits for stages that run side by side; the first failure ends the build."""
+    for stage in stages:
+        if stage.wait() != 0:
+            raise typer.Exit(stage.returncode)
+
+
+def main(
+    work: Annotated[Path, typer.Option(help="For data, checkpoints and features (1.5 GB).")] = ROOT / "work",
+    out: Annotated[Path, typer.Option(help="The model folder.")] = EMBEDDED,
+    skip_head: Annotated[Path, typer.Option(help="The control head's tensors.")] = SKIP_HEAD,
+    target_seconds: Annotated[float, typer.Option(help="Time for the target.")] = 3840,
+    head_seconds: Annotated[float, typer.Option(help="Time for each of the two heads.")] = 600,
+    threads: Annotated[int, typer.Option(help="Threads of the target's training.")] = 1,
+) -> None:
+    """Builds data, tower, target, features, both heads side by side, the model folder and the tables."""
+    work = work.resolve()
+    data, vision, target, features = (
+        work / name for name in ("data", "vision.safetensors", "target.pt", "features")
+    )
+    heads = {"see": work / "head-see.safetensors", "skip": work / "head-skip.safetensors"}
+    began = time.monotonic()
+
+    def done(what: str) -> None:
+        console.rule(f"{what}: {time.monotonic() - began:.0f} s since the start")
+
+    run(start("prepare", data=data))
+    done("data")
+    if not vision.exists():
+        run(start("warm_vision", out=vision, threads=threads))
+    done("vision tower")
+    run(start("train_target", data=data, vision=vision, out=target, seconds=target_seconds, threads=threads))
+    done("target")
+    caching = {"data": data, "target": target, "out": features, "shards": 2}
+    run(start("cache_features", **caching), start("cache_features", **caching, first=2))
+    done("features")
+    common = {"data": data, "features": features, "target": target, "seconds": head_seconds}
+    run(*(start("train_head", **common, out=path, policy=policy) for policy, path in heads.items()))
+    done("heads")
+    run(start("export", data=data, target=target, head=heads["see"], out=out.resolve()))
+    skip_head.parent.mkdir(parents=True, exist_ok=True)
+    skip_head.write_bytes(heads["skip"].read_bytes())
+    run(
+        start("evaluate", folder=out.resolve()),
+        start("acceptance", folder=out.resolve(), head=skip_head.resolve()),
+    )
+    done("tables")
+
+
+if __name__ == "__main__":
+    typer.run(main)

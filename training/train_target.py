@@ -1,0 +1,158 @@
+"""Trains the whole target model, vision tower included, on captions, questions and chats.
+ Owns the training loop of the target. It writes a checkpoint every few minutes and goes on from it when
+started again; the learning rate falls over steps or over time, whichever is nearer its end.
+"""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from foreglance.bench.scenes import BACKGROUNDS, COLOURS, COUNTS, SHAPES, SIZES, WORDS, position_words
+from training.batches import Batch, batch_plan, collate, endless
+from training.model import Target, batch_pictures
+from training.prepare import READ, SAY_CONTENT, VALIDATION, Shard
+from training.schedule import cosine, load_checkpoint, save_checkpoint, single_thread
+
+WORD_KINDS = {
+    "colour": set(COLOURS),
+    "shape": set(SHAPES),
+    "size": set(SIZES),
+    "count": set(COUNTS),
+    "digit": set(map(str, range(10))),
+    "word": set(WORDS),
+    "background": set(BACKGROUNDS),
+    "position": position_words(),
+}
+CONTENT_WEIGHT = 2.0
+
+
+def vocabulary_size(data: Path) -> int:
+    """Rows of the embedding: the tokenizer's vocabulary, padded to a multiple of 32."""
+    size = Tokenizer.from_file(str(data / "tokenizer.json")).get_vocab_size()
+    return -(-size // 32) * 32
+
+
+def token_kinds(data: Path) -> Tensor:
+    """For every token id the index of its kind in WORD_KINDS, or -1."""
+    tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
+    kinds = torch.full((vocabulary_size(data),), -1)
+    for i in range(tokenizer.get_vocab_size()):
+        word = tokenizer.decode([i]).strip()
+        for k, words in enumerate(WORD_KINDS.values()):
+            if word in words or word.lower() in words:
+                kinds[i] = k
+    return kinds
+
+
+def next_token_loss(target: Target, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """The weighted loss, the plain loss [n] of each token said, and whether it was the likeliest [n]."""
+    labels = batch.labels[:, 1:]
+    said = labels > READ
+    logits = target.logits(batch.hidden(target)[:, :-1][said])
+    truth = batch.ids[:, 1:][said]
+    losses = F.cross_entropy(logits, truth, reduction="none")
+    weights = torch.where(labels[said] == SAY_CONTENT, CONTENT_WEIGHT, 1.0)
+    return (losses * weights).sum() / weights.sum(), losses.detach(), logits.argmax(-1) == truth
+
+
+@torch.no_grad()
+def validate(target: Target, shard: Shard, kinds: Tensor, rows: int = 3000) -> str:
+    """Mean loss and the share right by kind of word, teacher-forced, on chats about unseen scenes."""
+    losses, right, said_kinds = [], [], []
+    for chats in batch_plan(shard.lengths, rows, np.random.default_rng(0)):
+        batch = collate(shard, chats)
+        _, loss, hit = next_token_loss(target, batch)
+        losses.append(loss)
+        right.append(hit)
+        said_kinds.append(kinds[batch.ids[:, 1:][batch.labels[:, 1:] > READ]])
+    hits, hit_kinds = torch.cat(right).float(), torch.cat(said_kinds)
+    shares = [f"{name} {hits[hit_kinds == k].mean():.3f}" for k, name in enumerate(WORD_KINDS)]
+    return f"loss {torch.cat(losses).mean():.4f} " + " ".join(shares)
+
+
+def make_optimizer(target: Target, learning_rate: float, vision_rate: float) -> torch.optim.AdamW:
+    """AdamW; weight decay for matrices only, and a smaller rate for the vision tower, which already sees."""
+    groups: dict[str, list] = {"matrices": [], "vectors": [], "vision": []}
+    for name, weight in target.named_parameters():
+        plain = weight.ndim < 2 or "conv1d" in name
+        groups["vision" if ".visual." in name else "vectors" if plain else "matrices"].append(weight)
+    return torch.optim.AdamW(
+        [
+            {"params": groups["matrices"], "peak": learning_rate, "weight_decay": 0.05},
+            {"params": groups["vectors"], "peak": learning_rate, "weight_decay": 0.0},
+            {"params": groups["vision"], "peak": vision_rate, "weight_decay": 0.02},
+        ],
+        lr=learning_rate,
+        betas=(0.9, 0.97),
+    )
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Folder of prepare.")],
+    vision: Annotated[Path, typer.Option(help="The tower of warm_vision.")],
+    out: Annotated[Path, typer.Option(help="Checkpoint; a run that finds it goes on from it.")],
+    seconds: Annotated[float, typer.Option(help="Training time, all starts together.")] = 3300,
+    steps: Annotated[int, typer.Option(help="Upper limit of steps.")] = 100_000,
+    rows: Annotated[int, typer.Option(help="Padded rows a batch.")] = 2048,
+    learning_rate: float = 1.5e-3,
+    vision_rate: float = 4e-4,
+    save_every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 180,
+    seed: int = 1,
+    threads: int = 1,
+) -> None:
+    """Trains until the time or the steps are used up."""
+    single_thread(threads)
+    batch_pictures()
+    torch.manual_seed(seed)
+    console = Console(width=200)
+    target = Target(vocabulary_size(data))
+    target.vision.load_state_dict(load_file(vision))
+    optimizer = make_optimizer(target, learning_rate, vision_rate)
+    facts = load_checkpoint(out, target, optimizer)
+    step, spent = int(facts.get("step", 0)), facts.get("spent", 0.0)
+    kinds, unseen = token_kinds(data), Shard(data / f"{VALIDATION}.npz")
+    batches = endless(data, rows, seed, skip=step)
+
+    start = time.monotonic() - spent
+    last_save = last_line = time.monotonic()
+    running, num_rows = [], 0
+    while step < steps and (spent := time.monotonic() - start) < seconds:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * cosine(step, max(step / steps, spent / seconds), warm_up=150)
+        batch = next(batches)
+        loss, _, _ = next_token_loss(target, batch)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
+        optimizer.step()
+        step, num_rows = step + 1, num_rows + batch.num_rows
+        running.append(loss.item())
+        now = time.monotonic()
+        if step % 100 == 0:
+            speed = num_rows / (now - last_line)
+            console.print(
+                f"{step} {now - start:.0f} s loss {sum(running) / len(running):.4f} {speed:.0f} rows/s",
+                highlight=False,
+            )
+            running, num_rows, last_line = [], 0, now
+        if now - last_save > save_every:
+            save_checkpoint(out, target, optimizer, step=step, spent=now - start)
+            console.print(f"{step} unseen: {validate(target, unseen, kinds)}", highlight=False)
+            last_save = time.monotonic()
+    save_checkpoint(out, target, optimizer, step=step, spent=time.monotonic() - start)
+    console.print(
+        f"{step} steps, {time.monotonic() - start:.0f} s: {validate(target, unseen, kinds)}", highlight=False
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
