@@ -131,17 +131,12 @@ def pack(parts: Sequence[Part], spec: InputSpec, held: Mapping[int, Held]) -> Ba
     for part in ordered:
         check(part, spec, held)
     if len({part.sequence for part in ordered}) != len(ordered):
-        twice = next(
-            p.sequence for i, p in enumerate(ordered) if p.sequence in {q.sequence for q in ordered[:i]}
-        )
+        twice = next(p.sequence for i, p in enumerate(ordered) if p.sequence in {q.sequence for q in ordered[:i]})
         raise BatchError(twice, "appears twice in one batch; a sequence has one run of rows in a step")
     starts = np.cumsum([0, *(part.num_rows for part in ordered)]).tolist()
     image = np.concatenate([part.image for part in ordered])
     embeds = [part.embeds for part in ordered if part.embeds is not None and len(part.embeds)]
-    scored = [
-        np.arange(s + p.num_rows - p.num_scored, s + p.num_rows)
-        for p, s in zip(ordered, starts, strict=False)
-    ]
+    scored = [np.arange(s + p.num_rows - p.num_scored, s + p.num_rows) for p, s in zip(ordered, starts, strict=False)]
     return Batch(
         parts=tuple(ordered),
         starts=tuple(starts[:-1]),
@@ -172,9 +167,7 @@ def check(part: Part, spec: InputSpec, held: Mapping[int, Held]) -> None:
     _check_inputs(part, spec)
     _check_hidden(part, spec)
     if part.positions.axes != spec.rule.axes:
-        raise BatchError(
-            name, f"has positions on {part.positions.axes} axes, the model numbers on {spec.rule.axes}"
-        )
+        raise BatchError(name, f"has positions on {part.positions.axes} axes, the model numbers on {spec.rule.axes}")
     if spec.strict_positions:
         try:
             spec.rule.check(held[name].last, part.positions, part.image)
@@ -186,9 +179,7 @@ def _check_inputs(part: Part, spec: InputSpec) -> None:
     tokens = part.token_ids[~part.image]
     bad = tokens[(tokens < 0) | (tokens >= spec.vocab_size)]
     if len(bad):
-        raise BatchError(
-            part.sequence, f"token id {int(bad[0])} is outside the vocabulary of {spec.vocab_size}"
-        )
+        raise BatchError(part.sequence, f"token id {int(bad[0])} is outside the vocabulary of {spec.vocab_size}")
     num_images = int(part.image.sum())
     num_embeds = 0 if part.embeds is None else len(part.embeds)
     if num_images != num_embeds:

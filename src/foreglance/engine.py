@@ -95,9 +95,7 @@ class Engine:
         """The request's prompt as rows. Raises `RequestError` if its pictures are broken, too many or too large."""
         pictures = open_pictures(request.messages, self.settings.max_images, self.settings.max_pixels)
         if pictures and self.target.spec.image_token < 0:
-            raise RequestError(
-                f"{self.target.spec.name} takes no images", param="image", code="images_unsupported"
-            )
+            raise RequestError(f"{self.target.spec.name} takes no images", param="image", code="images_unsupported")
         return self._prompter.rows(request.messages, pictures)
 
     def add_rows(self, request: Request, rows: Rows) -> str:
@@ -117,9 +115,7 @@ class Engine:
             )
         drafter, report = self._drafter_for(request)
         spec = self.target.spec
-        sequence = Sequence(
-            next(self._ids), request, rows, spec.rule, spec.eos, self._prompter.decode, self.context
-        )
+        sequence = Sequence(next(self._ids), request, rows, spec.rule, spec.eos, self._prompter.decode, self.context)
         sequence.report = report
         control = DepthControl(request.speculation.depth, drafter.kind, drafter.max_depth, self._costs)
         self._running[sequence.id] = Running(sequence, drafter, control, [])
@@ -262,9 +258,7 @@ class Engine:
             row += part.num_scored
         return picks
 
-    def _verify(
-        self, batch: Batch, works: Mapping[int, Work], picks: Mapping[int, list[int]]
-    ) -> dict[int, Verdict]:
+    def _verify(self, batch: Batch, works: Mapping[int, Work], picks: Mapping[int, list[int]]) -> dict[int, Verdict]:
         """A prompt chunk is kept whole; few rows as far as their drafts stand and the sequence goes on."""
         verdicts = {}
         for part in batch.parts:
@@ -282,9 +276,7 @@ class Engine:
             if part.chunk:
                 works[part.sequence].sequence.advance(keep)
 
-    def _take(
-        self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict], began: float
-    ) -> None:
+    def _take(self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict], began: float) -> None:
         if not any(part.chunk for part in batch.parts):
             self._costs.target.add(batch.num_few, time.perf_counter() - began)
         for part in batch.parts:
@@ -296,9 +288,7 @@ class Engine:
             if sequence.finish is not None:
                 self._retire(sequence)
 
-    def _draft(
-        self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict], hidden: Tensor
-    ) -> None:
+    def _draft(self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict], hidden: Tensor) -> None:
         """Each drafter gets its sequences that go on, in one call."""
         by_drafter: dict[str, list[Settled]] = {}
         for index, part in enumerate(batch.parts):
@@ -308,9 +298,7 @@ class Engine:
             states = hidden[batch.rows_of(index)][: verdicts[part.sequence].keep]
             sequence, drafter = running.sequence, running.drafter
             depth = 0 if sequence.in_prefill else running.depth.next(len(self._running), sequence.wanted)
-            settled = Settled(
-                sequence, works[part.sequence].start, states if drafter.wants_hidden else None, depth
-            )
+            settled = Settled(sequence, works[part.sequence].start, states if drafter.wants_hidden else None, depth)
             by_drafter.setdefault(drafter.kind, []).append(settled)
         for kind, settled in by_drafter.items():
             began = time.perf_counter()
@@ -392,9 +380,7 @@ class Engine:
         names = [self.add_rows(request, rows) for request, rows in prepared]
         results: dict[str, Result] = {}
         while len(results) < len(names):
-            results |= {
-                e.request_id: e.result for e in self.step() if e.result is not None and e.request_id in names
-            }
+            results |= {e.request_id: e.result for e in self.step() if e.result is not None and e.request_id in names}
         return [results[name] for name in names]
 
 

@@ -53,9 +53,7 @@ def _decode(source: ImageSource, name: str, max_pixels: int) -> PIL.Image.Image:
     elif isinstance(source, (str, Path)):
         image = _open(io.BytesIO(Path(source).expanduser().read_bytes()))
     else:
-        raise RequestError(
-            f"an image must be a path, bytes or a PIL image, got {type(source).__name__}", param="image"
-        )
+        raise RequestError(f"an image must be a path, bytes or a PIL image, got {type(source).__name__}", param="image")
     if image.width * image.height > max_pixels:
         raise RequestError(
             f"{name} has {image.width}x{image.height} pixels, above the limit of {max_pixels}; scale it down",

@@ -224,9 +224,7 @@ class Rows:
 def image_identities(image: ImageInput) -> np.ndarray:
     """int64 [rows], all negative."""
     stem = int.from_bytes(hashlib.sha256(image.digest.encode()).digest()[:8], "little")
-    mixed = (stem + np.arange(image.num_rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).astype(
-        np.uint64
-    )
+    mixed = (stem + np.arange(image.num_rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
     return -(mixed >> np.uint64(2)).astype(np.int64) - 1
 
 
@@ -242,9 +240,7 @@ def spans_of(image: np.ndarray, images: Sequence[ImageInput]) -> list[Span]:
     return spans
 
 
-def make_rows(
-    token_ids: Sequence[int], image_token: int, images: Sequence[ImageInput], rule: PositionRule
-) -> Rows:
+def make_rows(token_ids: Sequence[int], image_token: int, images: Sequence[ImageInput], rule: PositionRule) -> Rows:
     """Expand each placeholder to its image's rows and number everything.
 
     Raises `RequestError` if placeholders and images do not match one to one.
@@ -302,9 +298,7 @@ class Prompter:
             add_generation_prompt=True,
         )
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return make_rows(
-            token_ids, self.image_token, [self.prepare(picture) for picture in pictures], self.rule
-        )
+        return make_rows(token_ids, self.image_token, [self.prepare(picture) for picture in pictures], self.rule)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -315,7 +309,6 @@ def _as_template_message(message: Message) -> dict[str, Any]:
     if all(isinstance(part, Text) for part in message.parts):
         return {"role": message.role, "content": "".join(part.text for part in message.parts)}
     parts = [
-        {"type": "image"} if isinstance(part, Image) else {"type": "text", "text": part.text}
-        for part in message.parts
+        {"type": "image"} if isinstance(part, Image) else {"type": "text", "text": part.text} for part in message.parts
     ]
     return {"role": message.role, "content": parts}

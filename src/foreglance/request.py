@@ -122,9 +122,7 @@ class Speculation:
     images: str = "see"
 
     def __post_init__(self) -> None:
-        _require(
-            self.draft in DRAFT_KINDS, "draft", f"must be one of {', '.join(DRAFT_KINDS)}, got {self.draft!r}"
-        )
+        _require(self.draft in DRAFT_KINDS, "draft", f"must be one of {', '.join(DRAFT_KINDS)}, got {self.draft!r}")
         _require(
             self.images in IMAGE_POLICIES,
             "draft_images",
@@ -268,9 +266,7 @@ class Timings:
     @property
     def tokens_per_second(self) -> float | None:
         """Decode speed: tokens after the first over the time since the first."""
-        return (
-            (self.num_tokens - 1) / self.decode_ms * 1e3 if self.decode_ms and self.num_tokens > 1 else None
-        )
+        return (self.num_tokens - 1) / self.decode_ms * 1e3 if self.decode_ms and self.num_tokens > 1 else None
 
 
 @dataclass(frozen=True)

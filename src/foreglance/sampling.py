@@ -51,9 +51,7 @@ def pick(
     return int(kept[(scores[kept] + params.temperature * noise).argmax()])
 
 
-def process(
-    logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]
-) -> np.ndarray:
+def process(logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]) -> np.ndarray:
     """Logit bias and penalties; float64 [vocab] if anything changed, else the logits themselves."""
     if not (
         params.logit_bias

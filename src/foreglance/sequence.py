@@ -96,9 +96,7 @@ class Sequence:
         self.prefilled = 0
         self.embeds: dict[int, Tensor] = {}
         self.counters = Counters()
-        self.report = DraftReport(
-            request.speculation.draft, request.speculation.depth, request.speculation.images
-        )
+        self.report = DraftReport(request.speculation.draft, request.speculation.depth, request.speculation.images)
         self.finish: FinishReason | None = None
         self.error: str | None = None
         self._limit = min(request.sampling.max_tokens, context - len(rows))

@@ -61,9 +61,7 @@ class Acceptance:
 
     def at(self, depth: int) -> float:
         """Probability at `depth` (1 is the first); an untried depth is taken to be like the one before it."""
-        prior = (
-            self._prior.at(depth) if self._prior is not None else (self.at(depth - 1) if depth > 1 else 0.7)
-        )
+        prior = self._prior.at(depth) if self._prior is not None else (self.at(depth - 1) if depth > 1 else 0.7)
         if depth > len(self._tried):
             return min(prior, self.at(depth - 1)) if depth > 1 else prior
         return (self._stood[depth - 1] + self._weight * prior) / (self._tried[depth - 1] + self._weight)

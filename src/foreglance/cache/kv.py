@@ -51,9 +51,7 @@ class KV:
         """Make room for rows [committed, committed + num_rows)."""
         if committed + num_rows - self._first <= self._keys.shape[1]:
             return
-        keep_from = (
-            self._first if self.spec.window is None else max(self._first, committed - self.spec.window + 1)
-        )
+        keep_from = self._first if self.spec.window is None else max(self._first, committed - self.spec.window + 1)
         needed = committed + num_rows - keep_from
         capacity = _round_up(max(needed, min(2 * needed, needed + 1024)))
         used = slice(keep_from - self._first, committed - self._first)

@@ -114,9 +114,7 @@ class CacheStore:
         """
         cache = self._sequences[sequence]
         if not 0 <= keep <= cache.provisional:
-            raise ValueError(
-                f"sequence {sequence}: cannot keep {keep} of {cache.provisional} provisional rows"
-            )
+            raise ValueError(f"sequence {sequence}: cannot keep {keep} of {cache.provisional} provisional rows")
         for layer in cache.layers:
             layer.commit(cache.rows, cache.provisional, keep)
         cache.rows += keep

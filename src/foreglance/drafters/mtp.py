@@ -145,8 +145,7 @@ class MtpDrafter:
         last = hidden[batch.scored]
         owners = [part for part in batch.parts if part.num_scored]
         chains = [
-            Chain(self._lanes[part.sequence], wanted[part.sequence], last[i : i + 1])
-            for i, part in enumerate(owners)
+            Chain(self._lanes[part.sequence], wanted[part.sequence], last[i : i + 1]) for i, part in enumerate(owners)
         ]
         self._guess(chains, last)
         return chains
@@ -196,15 +195,11 @@ class MtpDrafter:
         )
 
     def _forward(self, parts: Many[Part]) -> tuple[Batch, Tensor]:
-        strict = not any(
-            self._lanes[part.sequence].sequence.request.speculation.images == "gap" for part in parts
-        )
+        strict = not any(self._lanes[part.sequence].sequence.request.speculation.images == "gap" for part in parts)
         batch = pack(parts, self._head.spec.inputs(strict), self._store.held())
         for part in batch.parts:
             self._store.reserve(part.sequence, part.num_rows)
-        hidden = self._head.forward(
-            batch, {part.sequence: self._store[part.sequence] for part in batch.parts}
-        )
+        hidden = self._head.forward(batch, {part.sequence: self._store[part.sequence] for part in batch.parts})
         for part in batch.parts:
             self._store.commit(part.sequence, part.num_rows, part.positions.at(-1))
         return batch, hidden

@@ -48,9 +48,7 @@ class DraftRows:
 class RowMap:
     """The mapping for one sequence under one policy."""
 
-    def __init__(
-        self, sequence: Sequence, policy: str, rule: PositionRule, position_of: str, placeholder: int
-    ):
+    def __init__(self, sequence: Sequence, policy: str, rule: PositionRule, position_of: str, placeholder: int):
         self._sequence = sequence
         self._policy = policy
         self._placeholder = placeholder

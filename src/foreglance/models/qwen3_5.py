@@ -42,9 +42,7 @@ from foreglance.prompt import ImageInput, MRope
 
 FAMILY = "qwen3_5"
 HIDDEN_FROM = "post_norm"  # the state that the MTP head is fed and chains
-POSITION_OF = (
-    "input"  # an MTP row is numbered as its input x of row t + 1 (transformers, llama.cpp; vLLM: "hidden")
-)
+POSITION_OF = "input"  # an MTP row is numbered as its input x of row t + 1 (transformers, llama.cpp; vLLM: "hidden")
 L2_EPS = 1e-6
 IMAGE_POSITIONS = MRope()
 
@@ -133,9 +131,7 @@ class Loader:
 
     def linear(self, names: dict[str, int], num_in: int) -> PackedLinear:
         """Several weights [out, in] by name and out as one."""
-        return self.ops.pack_linear(
-            torch.cat([self.tensor(f"{n}.weight", o, num_in) for n, o in names.items()])
-        )
+        return self.ops.pack_linear(torch.cat([self.tensor(f"{n}.weight", o, num_in) for n, o in names.items()]))
 
 
 class Attention:
@@ -189,9 +185,7 @@ class DeltaNet:
 
     def __call__(self, x: Tensor, batch: Batch, caches: Caches) -> Tensor:
         s, n = self._shape, len(x)
-        mixed, z, b, a = self._ops.linear(x, self._in, batch.blocks).split(
-            [s.conv, s.values, s.v_heads, s.v_heads], -1
-        )
+        mixed, z, b, a = self._ops.linear(x, self._in, batch.blocks).split([s.conv, s.values, s.v_heads, s.v_heads], -1)
         log_decay, beta = self._ops.delta_gates(a, b, self._neg_rate, self._dt_bias)
         pieces = []
         for index, part in enumerate(batch.parts):
@@ -208,9 +202,7 @@ class DeltaNet:
         tail, state = cache.read()
         mixed, window = self._ops.causal_conv(mixed, tail, self._conv)
         qk, v = mixed.split([2 * s.keys, s.values], -1)
-        qk = self._ops.l2_norm(qk.view(n, 2 * s.k_heads, s.k_size), L2_EPS).repeat_interleave(
-            s.v_heads // s.k_heads, 1
-        )
+        qk = self._ops.l2_norm(qk.view(n, 2 * s.k_heads, s.k_size), L2_EPS).repeat_interleave(s.v_heads // s.k_heads, 1)
         q, k = qk[:, : s.v_heads] * s.k_size**-0.5, qk[:, s.v_heads :]
         inputs = q, k, v.view(n, s.v_heads, s.v_size), log_decay, beta, state
         width = s.conv_width
@@ -361,9 +353,7 @@ def _trunk_prefix(weights: Weights, folder: Path) -> str:
     for prefix in ("model.language_model.", "model.", "language_model.model."):
         if f"{prefix}embed_tokens.weight" in weights:
             return prefix
-    raise ModelError(
-        f"{folder}: no embed_tokens.weight under model.language_model, model or language_model.model"
-    )
+    raise ModelError(f"{folder}: no embed_tokens.weight under model.language_model, model or language_model.model")
 
 
 def _cache(shape: Shape, kind: str) -> LayerSpec:
@@ -383,9 +373,7 @@ def _rotary(text: dict[str, Any], context: int) -> RotaryTable:
     return rotary_table(default_inv_freq(rope["rope_theta"], size), context, axes)
 
 
-def _output(
-    ops: Ops, weights: Weights, text: dict[str, Any], values: dict[str, Any], table: Tensor
-) -> PackedLinear:
+def _output(ops: Ops, weights: Weights, text: dict[str, Any], values: dict[str, Any], table: Tensor) -> PackedLinear:
     if values.get("tie_word_embeddings", text.get("tie_word_embeddings")):
         return ops.pack_linear(table)
     return ops.pack_linear(weights.take("lm_head.weight", text["vocab_size"], text["hidden_size"]))

@@ -36,9 +36,7 @@ def find_model(name: str) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ModelError(
-                f"{folder} has no config.json; give the folder of a checkpoint in the Hugging Face layout"
-            )
+            raise ModelError(f"{folder} has no config.json; give the folder of a checkpoint in the Hugging Face layout")
         return folder
     if name.count("/") == 1 and not folder.exists() and not name.startswith((".", "/", "~")):
         return _download(name)
@@ -89,9 +87,7 @@ class Weights:
         elif (self._folder / SINGLE).is_file():
             names = [SINGLE]
         else:
-            raise ModelError(
-                f"{self._folder} has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read"
-            )
+            raise ModelError(f"{self._folder} has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read")
         absent = [name for name in names if not (self._folder / name).is_file()]
         if absent:
             raise ModelError(f"{self._folder} lacks the shards {', '.join(absent)} that its index names")
@@ -138,8 +134,7 @@ class Weights:
         ]
         if any(problems):
             raise ModelError(
-                f"{self._folder}: the checkpoint does not fit its config; "
-                + "; ".join(filter(None, problems))
+                f"{self._folder}: the checkpoint does not fit its config; " + "; ".join(filter(None, problems))
             )
 
 

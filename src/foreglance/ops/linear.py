@@ -55,9 +55,7 @@ def _block_onednn(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _pack_fbgemm(weight: Tensor) -> Any:
-    return torch.ops.quantized.linear_prepack_fp16(
-        weight.float().clamp(-HALF_MAX, HALF_MAX).contiguous(), None
-    )
+    return torch.ops.quantized.linear_prepack_fp16(weight.float().clamp(-HALF_MAX, HALF_MAX).contiguous(), None)
 
 
 def _block_fbgemm(x: Tensor, weight: Any) -> Tensor:

@@ -34,15 +34,11 @@ class SelfTest:
         text = f"{self.weights} weights through {self.linear}"
         if self.rows_alone:
             text += ", row operations one row at a time"
-        text += (
-            f" ({self.threads} thread{'s' if self.threads > 1 else ''}; same bits in batches of 1 to {TILE})"
-        )
+        text += f" ({self.threads} thread{'s' if self.threads > 1 else ''}; same bits in batches of 1 to {TILE})"
         return text + (f"; refused here: {', '.join(self.refused)}" if self.refused else "")
 
 
-def choose(
-    weights: str, shapes: Iterable[tuple[int, int]], widths: Iterable[int]
-) -> tuple[TorchOps, SelfTest]:
+def choose(weights: str, shapes: Iterable[tuple[int, int]], widths: Iterable[int]) -> tuple[TorchOps, SelfTest]:
     """Test the paths for weights "fp32" or "fp16" and take the first that passes.
 
     shapes: (out, in) of the model's weights; widths: of its rows, heads and gates.

@@ -72,9 +72,7 @@ class TorchOps:
         kv_heads = keys.shape[0]
         group = heads // kv_heads
         # [1, kv heads, group * n, d]: the group's heads follow each other as rows under a repeated mask.
-        grouped = (
-            query.view(n, kv_heads, group, size).permute(1, 2, 0, 3).reshape(1, kv_heads, group * n, size)
-        )
+        grouped = query.view(n, kv_heads, group, size).permute(1, 2, 0, 3).reshape(1, kv_heads, group * n, size)
         out = F.scaled_dot_product_attention(
             grouped, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask.repeat(group, 1), scale=scale
         )
