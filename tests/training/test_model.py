@@ -95,7 +95,7 @@ def test_positions_and_logits_equal_transformers_with_several_images(shard, targ
 
 @torch.no_grad()
 def test_parallel_draft_steps_equal_drafting_row_by_row(target):
-    """The parallel step once let a chain see first-step rows behind its own start; training then looked too good."""
+    """If a chain saw first-step rows behind its own start, training would look better than drafting is."""
     torch.manual_seed(1)
     head = MtpHead(target.model.config.text_config).eval()
     for weight in head.parameters():
