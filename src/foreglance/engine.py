@@ -7,11 +7,14 @@ arithmetic, no HTTP and no family names here.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,17 +25,19 @@ from foreglance.drafters.base import Drafter, NoDraft, Settled, check_pair
 from foreglance.drafters.mtp import MtpDrafter
 from foreglance.drafters.ngram import NgramDrafter
 from foreglance.images import open_pictures
-from foreglance.models.base import Target
+from foreglance.models.base import Caches, Target
 from foreglance.models.registry import load_model
 from foreglance.models.vision import EmbeddingCache
+from foreglance.ops.numerics import SelfTest
 from foreglance.prompt import Prompter, Rows
-from foreglance.request import DraftReport, Event, Request, RequestError, Result
+from foreglance.request import DraftReport, Event, FinishReason, Request, RequestError, Result
 from foreglance.sampling import pick
 from foreglance.scheduler import Costs, DepthControl, Scheduler, Work
 from foreglance.sequence import Sequence
 from foreglance.settings import Settings
 from foreglance.verify import Verdict, verify
 
+log = logging.getLogger(__name__)
 MAX_POINTS = 4  # checkpoints that a finished conversation keeps
 
 
@@ -52,8 +57,15 @@ class Engine:
     `add` requests and `step` until idle; or `generate` for whole results, `stream` for one request as it comes.
     """
 
-    def __init__(self, target: Target, prompter: Prompter, settings: Settings | None = None):
+    def __init__(
+        self,
+        target: Target,
+        prompter: Prompter,
+        settings: Settings | None = None,
+        self_test: SelfTest | None = None,
+    ):
         self.target = target
+        self.self_test = self_test  # what the start-up self-test chose; None for an engine put together by hand
         self.settings = settings or Settings()
         self.context = min(self.settings.context or target.spec.context, target.spec.context)
         self._prompter = prompter
@@ -81,11 +93,7 @@ class Engine:
         loaded = load_model(model, settings)
         target = loaded.target
         prompter = Prompter(loaded.tokenizer, target.spec.image_token, target.spec.rule, target.prepare)
-        engine = cls(target, prompter, settings)
-        engine.self_test = loaded.self_test
-        return engine
-
-    self_test = None  # what the start-up self-test chose; None for an engine that was put together by hand
+        return cls(target, prompter, settings, loaded.self_test)
 
     def add(self, request: Request) -> str:
         """Queue a request. Raises `RequestError` before any work if it cannot be served."""
@@ -173,16 +181,28 @@ class Engine:
         self._admit()
         began = time.perf_counter()
         batch, works = self._pack(self._scheduler.pick())  # 1-4  who runs, and their rows as one batch
-        if batch is not None:
-            caches = self._reserve(batch)
-            hidden = self.target.forward(batch, caches)  # 5  writes provisional rows only
-            picks = self._pick(batch, works, hidden)  # 6
-            verdicts = self._verify(batch, works, picks)  # 7
-            self._commit(batch, works, verdicts)  # 8  the only place where lengths move
-            self._take(batch, works, verdicts, began)  # 9  text, stop strings, the end
-            self._draft(batch, works, verdicts, hidden)  # 10  guesses for the next step
+        with self._failing(works):
+            if batch is not None:
+                caches = self._reserve(batch)
+                hidden = self.target.forward(batch, caches)  # 5  writes provisional rows only
+                picks = self._pick(batch, works, hidden)  # 6
+                verdicts = self._verify(batch, works, picks)  # 7
+                self._commit(batch, works, verdicts)  # 8  the only place where lengths move
+                self._take(batch, works, verdicts, began)  # 9  text, stop strings, the end
+                self._draft(batch, works, verdicts, hidden)  # 10  guesses for the next step
         ended, self._ended = self._ended, []
         return ended
+
+    @contextmanager
+    def _failing(self, works: Mapping[int, Work]) -> Iterator[None]:
+        """An error in a step ends the requests that were in it, each with its one final event; the engine goes on."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("a step over %d sequences failed", len(works))
+            for work in works.values():
+                if work.sequence.id in self._running:
+                    self._end(work.sequence, "error", f"{type(error).__name__}: {error}")
 
     def _admit(self) -> None:
         """Open caches for sequences that got a slot, reusing what a finished conversation left."""
@@ -241,7 +261,7 @@ class Engine:
         )
         return part if work.chunk or not drafts else part.with_drafts(drafts)
 
-    def _reserve(self, batch: Batch) -> Mapping:
+    def _reserve(self, batch: Batch) -> Caches:
         for part in batch.parts:
             self._store.reserve(part.sequence, part.num_rows)
         return {part.sequence: self._store[part.sequence] for part in batch.parts}
@@ -285,41 +305,60 @@ class Engine:
                 self._running[sequence.id].depth.learn(verdict.drafted, verdict.accepted)
             if verdict.tokens:
                 self._ended.append(sequence.take(verdict))
-            if sequence.finish is not None:
-                self._retire(sequence)
 
     def _draft(self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict], hidden: Tensor) -> None:
-        """Each drafter gets its sequences that go on, in one call."""
+        """Each drafter gets its sequences in one call. One that ended is not drafted for, but its states are handed
+        over, since its rows may serve another request."""
         by_drafter: dict[str, list[Settled]] = {}
         for index, part in enumerate(batch.parts):
-            running = self._running.get(part.sequence)
-            if running is None:
-                continue
+            running, start = self._running[part.sequence], works[part.sequence].start
             states = hidden[batch.rows_of(index)][: verdicts[part.sequence].keep]
-            sequence, drafter = running.sequence, running.drafter
-            depth = 0 if sequence.in_prefill else running.depth.next(len(self._running), sequence.wanted)
-            settled = Settled(sequence, works[part.sequence].start, states if drafter.wants_hidden else None, depth)
-            by_drafter.setdefault(drafter.kind, []).append(settled)
+            by_drafter.setdefault(running.drafter.kind, []).append(self._settled(running, start, states))
         for kind, settled in by_drafter.items():
-            began = time.perf_counter()
-            drafts = self._drafters[kind].propose(settled)
-            deepest = max((len(guesses) for guesses in drafts.values()), default=0)
-            if deepest and not any(work.chunk for work in works.values()):
-                self._costs.of(kind).add(deepest, time.perf_counter() - began)
-            for one in settled:
-                one.sequence.draft = drafts.get(one.sequence.id, ())
-        self._mark_points(works)
-
-    def _mark_points(self, works: Mapping[int, Work]) -> None:
-        """Checkpoints on the row grid; and image embeddings are let go once nobody needs them."""
+            self._propose(self._drafters[kind], settled, timed=not any(work.chunk for work in works.values()))
         for work in works.values():
-            running = self._running.get(work.sequence.id)
-            if running is None:
-                continue
-            if work.chunk and work.stop % self.settings.grid == 0:
-                self._mark_point(running)
-            if not work.chunk:
-                work.sequence.embeds.clear()
+            self._settle(work)
+
+    def _settled(self, running: Running, start: int, states: Tensor) -> Settled:
+        sequence, depth = running.sequence, 0
+        if sequence.finish is None and not sequence.in_prefill:
+            depth = running.depth.next(len(self._running), sequence.wanted)
+        return Settled(sequence, start, states if running.drafter.wants_hidden else None, depth)
+
+    def _propose(self, drafter: Drafter, settled: Many[Settled], timed: bool) -> None:
+        """A drafter that fails costs its sequences their drafts, never their text."""
+        began = time.perf_counter()
+        try:
+            drafts = drafter.propose(settled)
+        except Exception as error:
+            log.exception("drafter %s failed and is switched off for %d sequences", drafter.kind, len(settled))
+            for one in settled:
+                self._switch_off(
+                    self._running[one.sequence.id], f"the drafter failed ({type(error).__name__}: {error})"
+                )
+            return
+        deepest = max((len(guesses) for guesses in drafts.values()), default=0)
+        if deepest and timed:
+            self._costs.of(drafter.kind).add(deepest, time.perf_counter() - began)
+        for one in settled:
+            one.sequence.draft = drafts.get(one.sequence.id, ())
+
+    def _switch_off(self, running: Running, reason: str) -> None:
+        running.drafter.retire(running.sequence)
+        running.drafter = self._drafters["none"]
+        running.points.clear()
+        running.sequence.draft = ()
+        running.sequence.report = replace(running.sequence.report, kind="none", off_because=reason)
+
+    def _settle(self, work: Work) -> None:
+        """After a step: retire what ended, mark where a conversation can be resumed, let go of image embeddings."""
+        running = self._running[work.sequence.id]
+        if work.sequence.finish is not None:
+            self._retire(work.sequence)
+        elif not work.chunk:
+            work.sequence.embeds.clear()
+        elif work.stop % self.settings.grid == 0:
+            self._mark_point(running)
 
     def _mark_point(self, running: Running) -> None:
         if not self.settings.prefix_slots:
@@ -344,7 +383,7 @@ class Engine:
             reason = f"drafting did not pay on this text (acceptance about {chance:.0%} at depth 1)"
             running.sequence.report = replace(running.sequence.report, off_because=reason)
 
-    def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End a sequence from outside: nothing of it stays."""
         running = self._running[sequence.id]
         if sequence.id in self._store:
@@ -384,7 +423,7 @@ class Engine:
         return [results[name] for name in names]
 
 
-def _pick_rows(sequence: Sequence, drafts: Many[int], logits) -> list[int]:
+def _pick_rows(sequence: Sequence, drafts: Many[int], logits: np.ndarray) -> list[int]:
     """Row i is picked with the history that it would really have: what was generated and the drafts before it."""
     params, picks = sequence.request.sampling, []
     prompt = sequence.rows.token_ids if params.repetition_penalty != 1 else ()

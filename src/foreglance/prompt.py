@@ -9,6 +9,7 @@ Touches no device and no vision tower. Source of the M-RoPE rule: transformers `
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -140,9 +141,9 @@ class MRope:
             return
         row, kind = int(bad[0]), "image" if is_image[bad[0]] else "token"
         raise PositionError(
-            f"the cache {_held(last)} and the batch starts at {new.at(0)}; its row {row} ({kind}) at {new.at(row)} does "
-            "not follow: token rows go strictly forward on every axis, image rows may share a coordinate with the row "
-            "before but never go back"
+            f"the cache {_held(last)} and the batch starts at {new.at(0)}; its row {row} ({kind}) at {new.at(row)} "
+            "does not follow: token rows go strictly forward on every axis, image rows may share a coordinate with the "
+            "row before but never go back"
         )
 
     @staticmethod
@@ -230,14 +231,9 @@ def image_identities(image: ImageInput) -> np.ndarray:
 
 def spans_of(image: np.ndarray, images: Sequence[ImageInput]) -> list[Span]:
     """Runs of text rows and of images, in order, from each row's image index [n]."""
-    borders = np.flatnonzero(np.diff(image)) + 1
-    edges = [0, *(int(b) for b in borders), len(image)]
-    spans = []
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
-        index = int(image[start]) if stop > start else -1
-        if stop > start:
-            spans.append(Span(stop - start, images[index].grid if index >= 0 else None))
-    return spans
+    edges = [0, *(np.flatnonzero(np.diff(image)) + 1).tolist(), len(image)]
+    pairs = [(start, stop) for start, stop in itertools.pairwise(edges) if stop > start]
+    return [Span(stop - start, images[image[start]].grid if image[start] >= 0 else None) for start, stop in pairs]
 
 
 def make_rows(token_ids: Sequence[int], image_token: int, images: Sequence[ImageInput], rule: PositionRule) -> Rows:

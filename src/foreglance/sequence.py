@@ -189,7 +189,7 @@ class Sequence:
         """Cut a verdict at the end of text or at the length limit, so that no row behind the end is committed."""
         tokens = verdict.tokens[: self.wanted]
         end = next((i for i, token in enumerate(tokens) if token in self._eos), len(tokens) - 1)
-        return Verdict(end + 1, tokens[: end + 1], verdict.drafted)
+        return verdict.cut(end + 1)
 
     def advance(self, num_rows: int) -> None:
         """Prompt rows [prefilled, prefilled + num_rows) are in the cache."""

@@ -14,17 +14,21 @@ from dataclasses import dataclass
 class Verdict:
     """What a step gained for one sequence.
 
-    `keep` rows of the step stay in the cache: the last token's own row and one per accepted draft. `tokens` are the
-    picks that follow the kept rows: `keep` of them, the accepted drafts and one new token of the target.
+    `keep` rows of the step stay in the cache; `tokens` are what follows them: first the `accepted` drafts, then, unless
+    the text ended before it, one new token of the target. `drafted` guesses were put to the test.
     """
 
     keep: int
     tokens: tuple[int, ...]
     drafted: int = 0
+    accepted: int = 0
 
-    @property
-    def accepted(self) -> int:
-        return self.keep - 1
+    def cut(self, num_tokens: int) -> Verdict:
+        """The same verdict if the text ends with its first `num_tokens` tokens: the last one's own row is not kept, and
+        drafts behind it were not put to the test."""
+        if num_tokens >= len(self.tokens):
+            return self
+        return Verdict(num_tokens, self.tokens[:num_tokens], num_tokens, min(self.accepted, num_tokens))
 
 
 def verify(drafts: Sequence[int], picks: Sequence[int]) -> Verdict:
@@ -36,4 +40,4 @@ def verify(drafts: Sequence[int], picks: Sequence[int]) -> Verdict:
     num_accepted = 0
     while num_accepted < len(drafts) and drafts[num_accepted] == picks[num_accepted]:
         num_accepted += 1
-    return Verdict(num_accepted + 1, tuple(picks[: num_accepted + 1]), len(drafts))
+    return Verdict(num_accepted + 1, tuple(picks[: num_accepted + 1]), len(drafts), num_accepted)

@@ -100,8 +100,8 @@ class CacheStore:
         grown = -(-(cache.rows + num_rows) // PAGE) - (-(-(cache.rows + cache.provisional) // PAGE))
         if self.pages_total is not None and self.pages_held + grown > self.pages_total:
             raise CacheFull(
-                f"sequence {sequence} needs {num_rows} rows, but {self.pages_held} of {self.pages_total} pages of {PAGE} "
-                "rows are held; run fewer or shorter requests at once, or raise the context or the slots"
+                f"sequence {sequence} needs {num_rows} rows, but {self.pages_held} of {self.pages_total} pages "
+                f"of {PAGE} rows are held; run fewer or shorter requests at once, or raise the context or the slots"
             )
         for layer in cache.layers:
             layer.reserve(cache.rows, num_rows)

@@ -49,6 +49,14 @@ class Lane:
         so the last row of a chunk waits for the next step."""
         return self.sequence.committed - 1 if self.sequence.in_prefill else self.sequence.known
 
+    def receive(self, settled: Settled) -> None:
+        """Queue the states of committed rows, which must be the next ones: a state paired with another row's input is
+        the fault that nobody sees, since only acceptance suffers."""
+        expected = self.first + self.num_waiting
+        if settled.hidden is None or settled.first_row != expected:
+            raise RuntimeError(f"states of rows from {settled.first_row} on, but row {expected} is next")
+        self.waiting.append(settled.hidden)
+
     def due(self) -> Tensor:
         """Take the states of rows [first, ready)."""
         states = self.waiting[0] if len(self.waiting) == 1 else torch.cat(self.waiting)
@@ -114,8 +122,7 @@ class MtpDrafter:
     def propose(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
         # 1. take over the target's states of the rows that were committed
         for one in settled:
-            assert one.hidden is not None
-            self._lanes[one.sequence.id].waiting.append(one.hidden)
+            self._lanes[one.sequence.id].receive(one)
         # 2. who must catch up now: those that draft, those in prefill, and those that waited long
         due = [one for one in settled if one.depth or self._must_catch_up(self._lanes[one.sequence.id])]
         # 3. catch up and make the first guess in one batch
@@ -129,6 +136,8 @@ class MtpDrafter:
         return {chain.lane.sequence.id: tuple(chain.tokens) for chain in chains}
 
     def _must_catch_up(self, lane: Lane) -> bool:
+        if lane.sequence.finish is not None:
+            return False
         return lane.sequence.in_prefill or not lane.sequence.counters.steps or lane.num_waiting > MAX_WAITING
 
     def _catch_up(self, due: Many[Settled]) -> list[Chain]:

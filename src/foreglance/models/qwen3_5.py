@@ -3,8 +3,8 @@
 Facts and where they come from (transformers 5.24 `models/qwen3_5`, vLLM `qwen3_5_mtp.py`, llama.cpp #24025):
 - RMSNorm weights are stored as w - 1, except the delta net's gated norm;
 - `q_proj` holds query and output gate of each head next to each other;
-- the MTP head is fed the target's state after the final norm, its fusion is fc([norm(embedding), norm(hidden)]), it chains
-  its own state after `mtp.norm`, and uses the target's embedding and output head;
+- the MTP head is fed the target's state after the final norm, its fusion is fc([norm(embedding), norm(hidden)]), it
+  chains its own state after `mtp.norm`, and uses the target's embedding and output head;
 - image rows of one image are causal among each other.
 
 Layers that read the same input are fused into one product at load: [query, gate, key, value], [gate, up],

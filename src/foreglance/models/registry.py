@@ -77,7 +77,8 @@ def load_model(name: str, settings: Settings) -> Loaded:
 def _check_tokenizer(tokenizer: Any, vocab_size: int, folder: Path) -> None:
     if len(tokenizer) > vocab_size:
         raise ModelError(
-            f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model only {vocab_size}; they do not belong together"
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model only {vocab_size}; "
+            "they do not belong together"
         )
 
 

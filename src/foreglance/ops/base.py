@@ -54,7 +54,7 @@ class Ops(Protocol):
         ...
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate the first 2 r of each head: x [n, heads, d], cos and sin [n, r], halves convention -> [n, heads, d]."""
+        """Rotate the first 2 r of each head (halves convention): x [n, heads, d], cos and sin [n, r] -> like x."""
         ...
 
     def attend_row(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

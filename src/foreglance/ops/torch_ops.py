@@ -62,7 +62,7 @@ class TorchOps:
 
     def attend_row(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         heads, size = query.shape
-        # The query heads of one kv head are the query rows of one call: [1, kv heads, group, d], and no copy of the keys.
+        # The query heads of a kv head are the query rows of one call, [1, kv heads, group, d]: keys are not copied.
         grouped = query.clone().view(1, keys.shape[0], -1, size)
         out = F.scaled_dot_product_attention(grouped, keys.unsqueeze(0), values.unsqueeze(0), scale=scale)
         return out.reshape(heads * size)
