@@ -269,7 +269,7 @@ class Engine:
     def _pick(self, batch: Batch, works: Mapping[int, Work], hidden: Tensor) -> dict[int, list[int]]:
         """The target's picks of each sequence's scored rows, up to the first that refutes a draft."""
         if not len(batch.scored):
-            return {}
+            return {part.sequence: [] for part in batch.parts}
         logits = self.target.logits(hidden[batch.scored]).numpy()
         picks, row = {}, 0
         for part in batch.parts:
