@@ -1,17 +1,24 @@
-"""foreglance: a multimodal language model engine whose speculative decoding sees images and never changes a token."""
+"""foreglance: a multimodal language model engine whose speculative decoding sees images and never changes a token.
 
-from foreglance.engine import Engine
-from foreglance.request import (
-    Event,
-    Message,
-    Request,
-    RequestError,
-    Result,
-    SamplingParams,
-    Speculation,
-    Token,
-)
-from foreglance.settings import Settings
+The names below are imported when they are first used, so that `foreglance --help` and `--version` need no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from foreglance.engine import Engine
+    from foreglance.request import (
+        Event,
+        Message,
+        Request,
+        RequestError,
+        Result,
+        SamplingParams,
+        Speculation,
+        Token,
+    )
+    from foreglance.settings import Settings
 
 __all__ = [
     "Engine",
@@ -26,3 +33,16 @@ __all__ = [
     "Token",
 ]
 __version__ = "0.1.0"
+
+_HOMES = {"Engine": "foreglance.engine", "Settings": "foreglance.settings"}  # the rest lives in `request`
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = vars(import_module(_HOMES.get(name, "foreglance.request")))[name]
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

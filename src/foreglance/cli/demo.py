@@ -1,0 +1,177 @@
+"""`foreglance demo`: a bundled picture described with drafts on and off; what it gains, and that no token differs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.resources import as_file, files
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from foreglance.cli.options import PromptOptions, takes
+from foreglance.cli.running import check_pictures, load_engine, run
+from foreglance.cli.show import (
+    TokenPrinter,
+    draft_report,
+    legend,
+    percentages,
+    picture,
+    print_json,
+    to_stderr,
+    to_stdout,
+)
+from foreglance.request import Request, Result, Speculation
+
+PAIRS = 5  # measured runs of each kind
+QUIET_SECONDS = 2.0  # longer measurements show a progress bar
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(PromptOptions):
+    prompt: Annotated[str, typer.Option("--prompt", help="What to ask about the picture.")] = "Describe the image."
+    image: Annotated[list[Path], typer.Option("--image", help="Another picture; repeat for more.")] = field(
+        default_factory=list
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The streamed answer with drafts, the one without, and pairs of measured runs (on, off)."""
+
+    on: Result
+    off: Result
+    pairs: tuple[tuple[Result, Result], ...]
+
+    @property
+    def identical(self) -> bool:
+        return all(r.token_ids == self.on.token_ids for r in (self.off, *(r for pair in self.pairs for r in pair)))
+
+    @property
+    def speedup(self) -> float | None:
+        """Median over the pairs: what else runs on a machine disturbs both of a pair alike."""
+        speeds = [(on.timings.tokens_per_second, off.timings.tokens_per_second) for on, off in self.pairs]
+        ratios = [on / off for on, off in speeds if on and off]
+        return median(ratios) if ratios else None
+
+    def speed(self, on: bool) -> float | None:
+        speeds = [pair[0 if on else 1].timings.tokens_per_second for pair in self.pairs]
+        return median(speeds) if all(speeds) else None
+
+
+@takes(DemoOptions)
+def demo(options: DemoOptions) -> None:
+    """Describe a picture with drafts on and off; compare speed and tokens."""
+    with as_file(files("foreglance") / "assets" / "scene.png") as bundled:
+        _demo(options if options.image else replace(options, image=[bundled]))
+
+
+def _demo(options: DemoOptions) -> None:
+    settings = options.settings(prefix_slots=0)  # each run computes its whole prompt
+    with_drafts = partial(options.request, options.question())
+    without = partial(with_drafts, Speculation("none"))
+    check_pictures(with_drafts(), settings)
+    engine = load_engine(options, settings)
+    if not options.json:
+        _introduce(options)
+    first = _stream(partial(run, engine), with_drafts(), options.json)
+    _stop_on_failure(first)
+    measured = _measure(partial(run, engine), first, with_drafts, without)
+    if options.json:
+        print_json(_numbers(measured, engine.target.spec.name))
+    else:
+        _show(measured)
+    if not measured.identical:
+        to_stderr("the token ids with and without drafts differ: this must never happen, please report it", "red")
+        raise typer.Exit(1)
+
+
+def _introduce(options: DemoOptions) -> None:
+    console = to_stdout()
+    if console.is_terminal and not console.no_color:
+        for path in options.image:
+            console.print(picture(path))
+    console.print(f"> {options.prompt}", style="bold", markup=False)
+
+
+def _stream(run: Callable[..., Result], request: Request, quiet: bool) -> Result:
+    if quiet:
+        return run(request)
+    printer = TokenPrinter(marked=True)
+    result = run(request, printer)
+    printer.end()
+    console = to_stdout()
+    if console.is_terminal and result.timings.accepted:
+        console.print(legend(len(result.timings.accepted)))
+    return result
+
+
+def _stop_on_failure(result: Result) -> None:
+    """A demo that was interrupted or failed has nothing to compare."""
+    if result.finish_reason in ("cancelled", "error"):
+        to_stderr(result.error or "cancelled", style="red")
+        raise typer.Exit(1)
+
+
+def _measure(
+    run: Callable[[Request], Result], first: Result, on: Callable[[], Request], off: Callable[[], Request]
+) -> Measured:
+    """Runs on and off in turns, in the same process, each side first in every other pair."""
+    began = time.perf_counter()
+    silent = run(off())
+    _stop_on_failure(silent)
+    slow = 2 * PAIRS * (time.perf_counter() - began) > QUIET_SECONDS
+    pairs = []
+    for i in _progress(range(PAIRS), slow):
+        results = [run(request()) for request in ((on, off) if i % 2 == 0 else (off, on))]
+        for result in results:
+            _stop_on_failure(result)
+        pairs.append(tuple(results if i % 2 == 0 else reversed(results)))
+    return Measured(first, silent, tuple(pairs))
+
+
+def _progress(pairs: Iterable[int], shown: bool) -> Iterable[int]:
+    if not shown:
+        return pairs
+    return track(pairs, "measuring, on and off in turns", console=Console(stderr=True), transient=True)
+
+
+def _numbers(measured: Measured, model: str) -> dict:
+    on = measured.on
+    return {
+        "text": on.text,
+        "token_ids": list(on.token_ids),
+        "finish_reason": on.finish_reason,
+        "identical": measured.identical,
+        "speedup": measured.speedup,
+        "tokens_per_second": {"on": measured.speed(True), "off": measured.speed(False)},
+        "acceptance": on.timings.acceptance,
+        "acceptance_by_depth": on.timings.acceptance_by_depth,
+        "tokens_per_step": on.timings.tokens_per_step,
+        "prompt_tokens": on.timings.prompt_tokens,
+        "image_rows": on.timings.image_rows,
+        "model": model,
+        "draft": draft_report(on.draft),
+    }
+
+
+def _show(measured: Measured) -> None:
+    on = measured.on
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for speed, name in ((measured.speed(True), "with drafts"), (measured.speed(False), "without")):
+        table.add_row(f"tokens/s {name}", "-" if speed is None else f"{speed:.0f}")
+    table.add_row("speed-up", "-" if measured.speedup is None else f"{measured.speedup:.2f}x")
+    table.add_row("acceptance at depth 1, 2, ...", percentages(on.timings.acceptance_by_depth))
+    per_step = on.timings.tokens_per_step
+    table.add_row("tokens per step", "-" if per_step is None else f"{per_step:.2f}")
+    table.add_row("token ids identical", "yes" if measured.identical else "NO")
+    if on.draft.off_because is not None:
+        table.add_row("drafts ended", on.draft.off_because)
+    to_stdout().print("", table)

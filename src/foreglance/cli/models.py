@@ -1,0 +1,85 @@
+"""`foreglance models`: what ships with the package, what is supported, what lies in the hub's cache. No network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from foreglance.cli.options import JsonOption, takes
+from foreglance.cli.running import hush
+from foreglance.cli.show import print_json, to_stdout
+
+
+@takes(JsonOption)
+def models(options: JsonOption) -> None:
+    """List embedded models, supported families and what is cached locally."""
+    hush()
+    from foreglance.models.registry import FAMILIES
+    from foreglance.models.weights import EMBEDDED, embedded_models
+
+    supported = {kind for family in FAMILIES for kind in family.model_types}
+    found = {
+        "embedded": [_describe(name, EMBEDDED / name) for name in embedded_models()],
+        "families": [{"title": family.title, "model_types": list(family.model_types)} for family in FAMILIES],
+        "cached": [_describe(name, folder) for name, folder in _cached() if _model_type(folder) in supported],
+    }
+    show = print_json if options.json else _show
+    show(found)
+
+
+def _describe(name: str, folder: Path) -> dict:
+    config = _config(folder)
+    text = config.get("text_config", config)
+    return {
+        "name": name,
+        "model_type": _model_type(folder),
+        "images": "vision_config" in config,
+        "draft_head": bool(text.get("mtp_num_hidden_layers")),
+        "bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+    }
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """A cache may hold a model in part, or a broken file; such a folder has no config."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _model_type(folder: Path) -> str:
+    return _config(folder).get("model_type", "")
+
+
+def _cached() -> Iterator[tuple[str, Path]]:
+    """Hub name and newest snapshot of each model in the hub's cache; nothing where there is no cache."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        return
+    for repo in sorted(cache.repos, key=lambda repo: repo.repo_id):
+        if repo.repo_type == "model" and repo.revisions:
+            yield repo.repo_id, max(repo.revisions, key=lambda revision: revision.last_modified).snapshot_path
+
+
+def _show(found: dict) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("model", "where", "type", "images", "draft head", "size"):
+        table.add_column(title)
+    for where in ("embedded", "cached"):
+        for one in found[where]:
+            yes_no = ["yes" if one[key] else "no" for key in ("images", "draft_head")]
+            table.add_row(one["name"], where, one["model_type"], *yes_no, f"{one['bytes'] / 1e6:.1f} MB")
+    console = to_stdout()
+    console.print(table if table.row_count else "no embedded and no cached models")
+    console.print("\nsupported families")
+    for family in found["families"]:
+        console.print(f"  {family['title']}: model_type {', '.join(family['model_types'])}", markup=False)

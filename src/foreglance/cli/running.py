@@ -1,0 +1,94 @@
+"""An engine for a command, and a request through it as it streams. Everything loud goes to stderr.
+
+torch and transformers are imported here, inside functions, so that a command without work starts at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from foreglance.cli.show import to_stderr
+from foreglance.images import open_pictures
+from foreglance.request import Request, RequestError, Result, Token
+from foreglance.settings import Settings
+
+if TYPE_CHECKING:
+    from foreglance.cli.options import ModelOptions
+    from foreglance.engine import Engine
+
+
+class Interrupt:
+    """Whether Ctrl-C was pressed. A flag, not an exception: an engine must not be left in the middle of a step."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    def press(self, *_: object) -> None:
+        if self.pressed:  # the second time, out at once
+            raise KeyboardInterrupt
+        self.pressed = True
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupt]:
+    interrupt = Interrupt()
+    before = signal.signal(signal.SIGINT, interrupt.press)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def hush() -> None:
+    """Keep the libraries' chatter off stderr; must run before they are imported."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in ("torch", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for category in (DeprecationWarning, FutureWarning, UserWarning):
+        warnings.simplefilter("ignore", category)
+
+
+def load_engine(options: ModelOptions, settings: Settings) -> Engine:
+    """Load the model that the options name; anything wrong with it is the user's to mend, so it is a `RequestError`."""
+    hush()
+    import torch
+
+    from foreglance.engine import Engine
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        engine = Engine.load(options.model, settings)
+    except (OSError, ValueError) as error:  # ModelError is a ValueError; transformers raises both
+        raise RequestError(str(error), param="model", code="model_unusable") from error
+    to_stderr(f"{engine.target.spec.name}: {engine.self_test}", style="dim")
+    return engine
+
+
+def check_pictures(request: Request, settings: Settings) -> None:
+    """Refuse bad pictures before a model is loaded."""
+    open_pictures(request.messages, settings.max_images, settings.max_pixels)
+
+
+def run(engine: Engine, request: Request, on_token: Callable[[Token], None] = lambda token: None) -> Result:
+    """Stream one request. Ctrl-C cancels it between two steps; the result then holds what was there."""
+    engine.add(request)
+    with interruptible() as interrupt:
+        while True:
+            if interrupt.pressed:
+                engine.cancel(request.id)
+            for event in engine.step():
+                if event.request_id != request.id:
+                    continue
+                for token in event.tokens:
+                    on_token(token)
+                if event.result is not None:
+                    return event.result
