@@ -62,6 +62,7 @@ class Part:
     embeds       [image rows, embed width], in order
     hidden       [n, hidden width] target hidden states, for a draft head
     drafts       the guesses among the rows, all but the first few row
+    in_image     bool [n]; true where the row is numbered as part of an image, if that is not where `image` is true
     """
 
     sequence: int
@@ -73,6 +74,7 @@ class Part:
     embeds: Tensor | None = None
     hidden: Tensor | None = None
     drafts: tuple[int, ...] = ()
+    in_image: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:
@@ -170,7 +172,8 @@ def check(part: Part, spec: InputSpec, held: Mapping[int, Held]) -> None:
         raise BatchError(name, f"has positions on {part.positions.axes} axes, the model numbers on {spec.rule.axes}")
     if spec.strict_positions:
         try:
-            spec.rule.check(held[name].last, part.positions, part.image)
+            in_image = part.image if part.in_image is None else part.in_image
+            spec.rule.check(held[name].last, part.positions, in_image)
         except PositionError as error:
             raise BatchError(name, f"{error} ({held[name].rows} rows held)") from None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ from foreglance.images import open_pictures
 from foreglance.models.base import Caches, Target
 from foreglance.models.registry import load_model
 from foreglance.models.vision import EmbeddingCache
+from foreglance.ops.base import Ops
 from foreglance.ops.numerics import SelfTest
 from foreglance.prompt import Prompter, Rows
 from foreglance.request import DraftReport, Event, FinishReason, Request, RequestError, Result
@@ -84,16 +85,26 @@ class Engine:
         self._ended: list[Event] = []
 
     @classmethod
-    def load(cls, model: str = "tiny-qwen", settings: Settings | None = None) -> Engine:
+    def load(
+        cls,
+        model: str = "tiny-qwen",
+        settings: Settings | None = None,
+        instrument: Callable[[Ops], Ops] = lambda ops: ops,
+    ) -> Engine:
         """Load an embedded model by name, a checkpoint folder, or a hub name (downloaded once).
 
-        Raises `foreglance.models.base.ModelError`, which says what is wrong with the checkpoint.
+        `instrument` may wrap the operations, e.g. to time them. Raises `foreglance.models.base.ModelError`, which says
+        what is wrong with the checkpoint.
         """
         settings = settings or Settings()
-        loaded = load_model(model, settings)
+        loaded = load_model(model, settings, instrument)
         target = loaded.target
         prompter = Prompter(loaded.tokenizer, target.spec.image_token, target.spec.rule, target.prepare)
         return cls(target, prompter, settings, loaded.self_test)
+
+    def with_target(self, target: Target) -> Engine:
+        """A fresh engine over another target with the same prompts, e.g. this one's wrapped for measuring."""
+        return Engine(target, self._prompter, self.settings, self.self_test)
 
     def add(self, request: Request) -> str:
         """Queue a request. Raises `RequestError` before any work if it cannot be served."""
@@ -105,6 +116,10 @@ class Engine:
         if pictures and self.target.spec.image_token < 0:
             raise RequestError(f"{self.target.spec.name} takes no images", param="image", code="images_unsupported")
         return self._prompter.rows(request.messages, pictures)
+
+    def decode(self, token_ids: Many[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return self._prompter.decode(token_ids)
 
     def add_rows(self, request: Request, rows: Rows) -> str:
         """Queue a request whose prompt is already rows."""
@@ -129,6 +144,12 @@ class Engine:
         self._running[sequence.id] = Running(sequence, drafter, control, [])
         self._scheduler.add(sequence)
         return request.id
+
+    def use_drafter(self, drafter: Drafter) -> None:
+        """Put a drafter in, in place of the one of its kind; only while nothing runs."""
+        if not self.is_idle:
+            raise RuntimeError("a drafter can be exchanged only while no request runs or waits")
+        self._drafters[drafter.kind] = drafter
 
     def _drafter_for(self, request: Request) -> tuple[Drafter, DraftReport]:
         """Who drafts, and the report of it. A drafter that was asked for by name and is missing is refused."""

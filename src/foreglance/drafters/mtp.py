@@ -83,15 +83,16 @@ class MtpDrafter:
     reads_target = False
     max_depth = MAX_DEPTH
 
-    def __init__(self, head: DraftHead, capacity: int | None = None):
+    def __init__(self, head: DraftHead, capacity: int | None = None, row_map: type[RowMap] = RowMap):
         self._head = head
+        self._row_map = row_map
         self._store = CacheStore(head.spec.caches, capacity)
         self._lanes: dict[int, Lane] = {}
         self.stores = (self._store,)
 
     def admit(self, sequence: Sequence, memory: Memory | None) -> None:
         spec, policy = self._head.spec, sequence.request.speculation.images
-        lane = Lane(sequence, RowMap(sequence, policy, spec.rule, spec.position_of, spec.placeholder))
+        lane = Lane(sequence, self._row_map(sequence, policy, spec.rule, spec.position_of, spec.placeholder))
         if memory is None:
             self._store.open(sequence.id)
         else:
@@ -179,6 +180,7 @@ class MtpDrafter:
             len(rows) > TILE,
             embeds,
             hidden,
+            in_image=rows.in_image,
         )
 
     def _deepen(self, chains: Many[Chain]) -> None:

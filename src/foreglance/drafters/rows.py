@@ -29,13 +29,15 @@ from foreglance.sequence import Sequence
 
 @dataclass(frozen=True)
 class DraftRows:
-    """Rows for the head: `target_row` [n] says whose hidden state each carries; the rest is as in `Rows`."""
+    """Rows for the head: `target_row` [n] says whose hidden state each carries; `in_image` bool [n] is true where a row
+    is numbered as part of an image, also if a placeholder stands in for it; the rest is as in `Rows`."""
 
     target_row: np.ndarray
     token_ids: np.ndarray
     image: np.ndarray
     offset: np.ndarray
     positions: Positions
+    in_image: np.ndarray
 
     def __len__(self) -> int:
         return len(self.target_row)
@@ -84,6 +86,7 @@ class RowMap:
         kept = np.ones(stop - start, bool)
         in_prompt = max(0, min(stop, len(self._kept)) - start)
         kept[:in_prompt] = self._kept[start : start + in_prompt]
+        in_image = image >= 0
         if self._policy == "placeholder":
             token_ids = np.where(image >= 0, self._placeholder, token_ids)
             image = np.full_like(image, -1)
@@ -93,6 +96,7 @@ class RowMap:
             image[kept],
             offset[kept],
             self.positions(self.count(start), self.count(stop)),
+            in_image[kept],
         )
 
     def positions(self, start: int, stop: int) -> Positions:

@@ -11,6 +11,7 @@ from typing import Any
 from foreglance.models import qwen3_5
 from foreglance.models.base import ModelError, Target
 from foreglance.models.weights import find_model
+from foreglance.ops.base import Ops
 from foreglance.ops.numerics import SelfTest, choose
 from foreglance.settings import Settings
 
@@ -55,8 +56,11 @@ def family_of(model_type: str) -> Family:
     raise ModelError(f"model_type {model_type!r} is not supported yet; supported are {known}")
 
 
-def load_model(name: str, settings: Settings) -> Loaded:
-    """Load an embedded model, a folder or a hub name. Raises `ModelError` in words to act on."""
+def load_model(name: str, settings: Settings, instrument: Callable[[Ops], Ops] = lambda ops: ops) -> Loaded:
+    """Load an embedded model, a folder or a hub name. Raises `ModelError` in words to act on.
+
+    `instrument` may wrap the operations, e.g. to time them.
+    """
     folder = find_model(name)
     model_type = json.loads((folder / "config.json").read_text()).get("model_type", "")
     family = family_of(model_type)
@@ -70,7 +74,7 @@ def load_model(name: str, settings: Settings) -> Loaded:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     _check_tokenizer(tokenizer, text["vocab_size"], folder)
     context = min(settings.context or DEFAULT_CONTEXT, text["max_position_embeddings"])
-    target = family.load(folder.name, folder, config, ops, context, end_tokens(folder, values, tokenizer))
+    target = family.load(folder.name, folder, config, instrument(ops), context, end_tokens(folder, values, tokenizer))
     return Loaded(folder, target, tokenizer, report)
 
 

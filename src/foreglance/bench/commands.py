@@ -1,0 +1,188 @@
+"""`foreglance bench ...`: each command prints a table and, with `--json`, one object on the last line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Measure acceptance, exactness and speed on this machine.", no_args_is_help=True)
+
+Model = Annotated[str, typer.Option("--model", help="Embedded model, folder or hub name.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on the last line, nothing else on stdout.")]
+Weights = Annotated[str, typer.Option(help="auto, fp32 or fp16.")]
+
+
+@contextmanager
+def _bar(text: str, total: int) -> Iterator:
+    """A progress bar on stderr; -> a function of (done, of)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(text, total=total)
+        yield lambda done, of=total: progress.update(task, completed=done, total=of)
+
+
+def _engine(model: str, weights: str, slots: int = 1):
+    from foreglance.engine import Engine
+    from foreglance.settings import Settings
+
+    engine = Engine.load(model, Settings(weights=weights, slots=slots, prefix_slots=0))
+    print(f"{engine.target.spec.name}: {engine.self_test}", file=sys.stderr)
+    return engine
+
+
+def _print(made: object, as_json: bool, body: dict) -> None:
+    from rich.console import Console
+
+    if as_json:
+        print(json.dumps(body))
+    else:
+        Console().print(made)
+
+
+@app.command()
+def acceptance(
+    model: Model = "tiny-qwen",
+    prompts: Annotated[int, typer.Option(help="Held-out conversations of each kind.")] = 100,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
+    depths: Annotated[str, typer.Option(help="Comma-separated; auto is allowed.")] = "1,2,3,4,5,6",
+    temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,0.8",
+    policies: Annotated[str, typer.Option(help="Comma-separated: see, placeholder, skip, gap.")] = (
+        "see,placeholder,skip,gap"
+    ),
+    kinds: Annotated[str, typer.Option(help="Comma-separated: image, text.")] = "image,text",
+    weights: Weights = "auto",
+    as_json: Json = False,
+) -> None:
+    """Acceptance by depth and policy, with images and without, and the speed against drafts off."""
+    from foreglance.bench import acceptance as bench
+    from foreglance.bench.content import content_tokens
+    from foreglance.bench.prompts import image_cases, text_cases
+    from foreglance.bench.report import machine
+
+    engine = _engine(model, weights)
+    wanted = [
+        bench.Setting("mtp", policy, depth if depth == "auto" else int(depth), float(temperature))
+        for policy in policies.split(",")
+        for depth in depths.split(",")
+        for temperature in temperatures.split(",")
+    ]
+    wanted += [bench.Setting("ngram", "see", 3, float(temperature)) for temperature in temperatures.split(",")]
+    rows = []
+    for kind in kinds.split(","):
+        cases = image_cases(prompts) if kind == "image" else text_cases(prompts)
+        with _bar(f"{kind} prompts", len(cases) * len(wanted)) as progress:
+            rows += bench.measure(engine, cases, wanted, max_tokens, content_tokens(engine), progress)
+    body = {"machine": machine(), "max_tokens": max_tokens, "results": [row.as_json() for row in rows]}
+    _print(_acceptance_table(rows), as_json, body)
+
+
+def _acceptance_table(rows: list) -> object:
+    from foreglance.bench.report import shown, table
+
+    cells = [
+        (
+            f"{row.draft}/{row.policy}",
+            "image" if row.image else "text",
+            row.temperature,
+            row.depth,
+            " ".join(shown(rate) for rate in row.acceptance_by_depth),
+            shown(row.content_acceptance),
+            shown(row.tokens_per_step),
+            "-" if row.tokens_per_step_ci is None else "{:.2f} to {:.2f}".format(*row.tokens_per_step_ci),
+            shown(row.speedup),
+            f"{row.differing} of {row.tokens}",
+        )
+        for row in rows
+    ]
+    names = "draft", "prompts", "T", "depth", "acceptance by depth", "content", "tokens/step", "95 %", "x off", "differ"
+    return table("Acceptance", names, cells)
+
+
+@app.command()
+def exactness(
+    model: Model = "tiny-qwen",
+    tokens: Annotated[int, typer.Option(help="Tokens to compare at least.")] = 10_000,
+    seed: Annotated[int, typer.Option(help="Seed of the random settings.")] = 0,
+    slots: Annotated[int, typer.Option(help="Requests that run together at most.")] = 4,
+    weights: Weights = "auto",
+    as_json: Json = False,
+) -> None:
+    """Drafts on against drafts off over random settings; exit code 1 at the first token that differs."""
+    from foreglance.bench import exactness as bench
+    from foreglance.bench.report import table
+
+    engine = _engine(model, weights, slots)
+    with _bar("tokens compared", tokens) as progress:
+        report = bench.run(engine, tokens, seed, progress=progress)
+    row = (model, report.tokens, report.differing, report.rounds, report.accepted)
+    _print(
+        table("Exactness", ("model", "tokens", "differing", "rounds", "accepted drafts"), [row]),
+        as_json,
+        asdict(report),
+    )
+    if report.differing:
+        print(json.dumps(report.reproduction, default=str), file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@app.command()
+def holes(
+    model: Model = "tiny-qwen",
+    prompts: Annotated[int, typer.Option(help="Held-out conversations.")] = 50,
+    images: Annotated[int, typer.Option(help="Images in each.")] = 1,
+    before: Annotated[int, typer.Option(help="Text turns before the image, for a long context.")] = 0,
+    depth: Annotated[int, typer.Option(help="Draft depth.")] = 3,
+    weights: Weights = "auto",
+    as_json: Json = False,
+) -> None:
+    """What a hole in the draft's positions costs, apart from missing rows and from wrongly paired states."""
+    from foreglance.bench import holes as bench
+    from foreglance.bench.prompts import Case, image_cases, talk_before, text_cases
+    from foreglance.bench.report import machine, table
+
+    engine = _engine(model, weights)
+    past = talk_before(before, text_cases(before))
+    cases = [Case(case.kind, (*past, *case.messages)) for case in image_cases(prompts, images)]
+    with _bar("variants", len(cases) * len(bench.VARIANTS)) as progress:
+        rows = bench.measure(engine, cases, depth, progress=progress)
+    cells = [(row.variant, _with_interval(row.acceptance), _with_interval(row.tokens_per_step)) for row in rows]
+    made = table("Holes", ("draft rows of the image", "acceptance at depth 1", "tokens/step"), cells)
+    _print(
+        made, as_json, {"machine": machine(), "images": images, "before": before, "results": [asdict(r) for r in rows]}
+    )
+
+
+def _with_interval(value: tuple[float, float, float] | None) -> str:
+    return "-" if value is None else "{:.3f} ({:.3f} to {:.3f})".format(*value)
+
+
+@app.command()
+def operations(
+    model: Model = "tiny-qwen",
+    draft: Annotated[str, typer.Option(help="mtp, ngram or none.")] = "mtp",
+    depth: Annotated[int, typer.Option(help="Draft depth.")] = 3,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of the answer.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """Where a decode step's time goes, by operation."""
+    from foreglance.bench import operations as bench
+    from foreglance.bench.prompts import image_cases
+    from foreglance.bench.report import machine, table
+    from foreglance.request import SamplingParams, Speculation
+
+    request = image_cases(1)[0].request(
+        SamplingParams(max_tokens=max_tokens), Speculation(draft, 0 if draft == "none" else depth)
+    )
+    lines = bench.measure(model, request)
+    cells = [(x.scope, x.operation, f"{x.calls:.1f}", f"{x.microseconds:.0f}", f"{x.share:.1%}") for x in lines]
+    made = table("Time of a decode step", ("in", "operation", "calls", "µs", "share"), cells)
+    _print(made, as_json, {"machine": machine(), "draft": draft, "depth": depth, "lines": [asdict(x) for x in lines]})

@@ -1,0 +1,128 @@
+"""What a hole in the draft's positions costs, apart from what missing rows cost.
+
+A report on this fault (llama.cpp #25144) found acceptance near 0 when the draft kept the target's positions across a
+hole and normal acceptance after renumbering. Here the two are told apart: the same missing rows with and without holes
+of growing size, rows present as the reference, and the pairing faults that look like a hole from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from foreglance.bench.acceptance import run
+from foreglance.bench.prompts import Case
+from foreglance.bench.report import Progress, interval, silent
+from foreglance.drafters.base import Settled
+from foreglance.drafters.mtp import MtpDrafter
+from foreglance.drafters.rows import RowMap
+from foreglance.engine import Engine
+from foreglance.prompt import PositionRule, Positions
+from foreglance.request import SamplingParams, Speculation
+from foreglance.sequence import Sequence as Running
+
+
+class HoleMap(RowMap):
+    """Policy `gap` with `extra` more positions in each hole."""
+
+    extra = 0
+
+    def _number(self, rule: PositionRule, position_of: str) -> Positions:
+        positions = super()._number(rule, position_of)
+        if self._policy != "gap" or not self.extra:
+            return positions
+        kept = np.flatnonzero(self._kept)
+        jumps = np.concatenate([[0], np.cumsum(np.diff(kept) > 1)]) if len(kept) else np.zeros(0, np.int64)
+        return Positions(positions.coords + self.extra * jumps)
+
+
+def hole_of(extra: int) -> type[HoleMap]:
+    return type(f"HoleOf{extra}", (HoleMap,), {"extra": extra})
+
+
+class ShiftedDrafter(MtpDrafter):
+    """Pairs every row after the first image with the state of `shift` rows earlier: what happens when row counts and
+    positions are confused."""
+
+    shift = 0
+
+    def propose(self, settled: Sequence[Settled]) -> dict[int, tuple[int, ...]]:
+        return super().propose([self._shifted(one) for one in settled])
+
+    def _shifted(self, one: Settled) -> Settled:
+        assert one.hidden is not None
+        past = self._past.setdefault(one.sequence.id, [])
+        past.extend(one.hidden)
+        first_image = int(np.argmax(one.sequence.rows.is_image))
+        rows = range(one.first_row, one.first_row + len(one.hidden))
+        states = [past[row - self.shift if row > first_image + self.shift else row] for row in rows]
+        return replace(one, hidden=torch.stack(states))
+
+    def admit(self, sequence: Running, memory) -> None:
+        self._past: dict[int, list[torch.Tensor]] = {}
+        super().admit(sequence, memory)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table: a policy, the hole added to each image's own, and a shift of the paired states."""
+
+    name: str
+    policy: str
+    extra: int = 0
+    shift: int = 0
+
+
+VARIANTS = (
+    Variant("rows present (see)", "see"),
+    Variant("rows missing, renumbered (skip)", "skip"),
+    Variant("rows missing, the target's positions (gap)", "gap"),
+    Variant("gap, 16 more per image", "gap", 16),
+    Variant("gap, 128 more per image", "gap", 128),
+    Variant("gap, 1,000 more per image", "gap", 1000),
+    Variant("skip, states 1 row late after the image", "skip", shift=1),
+    Variant("skip, states 16 rows late after the image", "skip", shift=16),
+)
+
+
+@dataclass(frozen=True)
+class HoleRow:
+    """Acceptance at depth 1 and tokens per step with 95 % intervals over prompts."""
+
+    variant: str
+    prompts: int
+    acceptance: tuple[float, float, float] | None
+    tokens_per_step: tuple[float, float, float] | None
+
+
+def measure(
+    engine: Engine,
+    cases: Sequence[Case],
+    depth: int = 3,
+    max_tokens: int = 64,
+    variants: Sequence[Variant] = VARIANTS,
+    progress: Progress = silent,
+) -> list[HoleRow]:
+    """Swap the engine's drafter for each variant in turn; the target's text is the same throughout."""
+    rows = []
+    for number, variant in enumerate(variants):
+        engine.use_drafter(_drafter(engine, variant))
+        runs = []
+        for index, case in enumerate(cases):
+            sampling = SamplingParams(max_tokens=max_tokens, seed=index)
+            runs.append(run(engine, case.request(sampling, Speculation("mtp", depth, variant.policy))))
+            progress(number * len(cases) + index + 1, len(variants) * len(cases))
+        first = interval(np.array([[sum(ok for _, ok in r.firsts), len(r.firsts)] for r in runs]))
+        steps = interval(np.array([[r.result.timings.num_tokens - 1, r.result.timings.steps] for r in runs]))
+        rows.append(HoleRow(variant.name, len(cases), first, steps))
+    return rows
+
+
+def _drafter(engine: Engine, variant: Variant) -> MtpDrafter:
+    head = engine.target.head
+    assert head is not None
+    kind = type("Shifted", (ShiftedDrafter,), {"shift": variant.shift}) if variant.shift else MtpDrafter
+    return kind(head, row_map=hole_of(variant.extra))

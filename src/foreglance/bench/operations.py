@@ -1,0 +1,133 @@
+"""Where a step's time goes, by operation, in the target and in the draft head.
+
+Times every call of the ops protocol from outside; what no operation covers (Python, views, cache writes) is the rest of
+its forward, and what no forward covers (packing, picks, text) is the rest of the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from foreglance.engine import Engine
+from foreglance.models.base import DraftHead, Target
+from foreglance.ops.base import Ops
+from foreglance.request import Request
+
+OPERATIONS = (
+    "linear", "embedding", "rms_norm", "gated_rms_norm", "silu_mul", "sigmoid_mul", "rotary", "attend_row",
+    "attend_chunk", "causal_conv", "delta_gates", "delta_rows", "delta_chunk", "l2_norm",
+)  # fmt: skip
+
+
+class Clock:
+    """Adds up seconds and calls by (scope, operation). `scope` is who runs: target, head, or neither."""
+
+    def __init__(self) -> None:
+        self.scope = "step"
+        self.seconds: dict[tuple[str, str], float] = defaultdict(float)
+        self.calls: dict[tuple[str, str], int] = defaultdict(int)
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                self.seconds[self.scope, name] += time.perf_counter() - began
+                self.calls[self.scope, name] += 1
+
+        return call
+
+    def within(self, scope: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        timed = self.timed("all", function)
+
+        def call(*args: Any) -> Any:
+            outer, self.scope = self.scope, scope
+            try:
+                return timed(*args)
+            finally:
+                self.scope = outer
+
+        return call
+
+
+class TimedOps:
+    """An `Ops` that times each operation of another one."""
+
+    def __init__(self, ops: Ops, clock: Clock):
+        self.name = ops.name
+        self.pack_linear = ops.pack_linear
+        timed = {name: clock.timed(name, type(ops).__dict__[name].__get__(ops)) for name in OPERATIONS}
+        self.__dict__.update(timed)
+
+
+class TimedModel:
+    """A target or a head whose forward and logits count under a scope."""
+
+    def __init__(self, model: Any, clock: Clock, scope: str, head: DraftHead | None = None):
+        self.spec, self.head = model.spec, head
+        self.forward = clock.within(scope, model.forward)
+        self.logits = clock.within(f"{scope} output head", model.logits)
+        self.__dict__.update({name: method for name, method in _images_of(model, scope).items()})
+
+
+def _images_of(model: Target, scope: str) -> dict[str, Callable[..., Any]]:
+    return {"prepare": model.prepare, "embed_image": model.embed_image} if scope == "target" else {}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table. Times in microseconds per target step."""
+
+    scope: str
+    operation: str
+    calls: float
+    microseconds: float
+    share: float
+
+
+def measure(model: str, request: Request, rounds: int = 3) -> list[Line]:
+    """Decode `request` a few times after a warm-up and divide by the number of steps; prompt work is left out."""
+    clock = Clock()
+    engine = Engine.load(model, instrument=lambda ops: TimedOps(ops, clock))
+    head = engine.target.head
+    timed_head = TimedModel(head, clock, "draft head") if head is not None else None
+    engine = engine.with_target(TimedModel(engine.target, clock, "target", timed_head))
+    list(engine.stream(request))
+    total, steps = 0.0, 0
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    calls: dict[tuple[str, str], int] = defaultdict(int)
+    for _ in range(rounds):
+        stream = engine.stream(request)
+        next(stream)
+        clock.seconds.clear()
+        clock.calls.clear()
+        began = time.perf_counter()
+        result = [event.result for event in stream][-1]
+        total += time.perf_counter() - began
+        steps += result.timings.steps
+        for key, value in clock.seconds.items():
+            seconds[key] += value
+            calls[key] += clock.calls[key]
+    return _lines(seconds, calls, total, steps)
+
+
+def _lines(
+    seconds: dict[tuple[str, str], float], calls: dict[tuple[str, str], int], total: float, steps: int
+) -> list[Line]:
+    def line(scope: str, name: str, count: float, spent: float) -> Line:
+        return Line(scope, name, count / steps, spent / steps * 1e6, spent / total)
+
+    lines, covered = [], 0.0
+    for scope in dict.fromkeys(scope for scope, _ in seconds):
+        whole = seconds[scope, "all"]
+        inside = {name: spent for (s, name), spent in seconds.items() if s == scope and name != "all"}
+        lines += [line(scope, name, calls[scope, name], spent) for name, spent in inside.items()]
+        lines.append(line(scope, "(rest of its forward)", calls[scope, "all"], whole - sum(inside.values())))
+        covered += whole
+    lines.append(line("step", "(packing, picks, caches, text)", steps, total - covered))
+    return sorted(lines, key=lambda item: -item.microseconds)
