@@ -39,6 +39,7 @@ from foreglance.models.vision import QwenVision
 from foreglance.models.weights import Weights
 from foreglance.ops.base import Ops, PackedLinear
 from foreglance.prompt import ImageInput, MRope
+from foreglance.request import RequestError
 
 FAMILY = "qwen3_5"
 HIDDEN_FROM = "post_norm"  # the state that the MTP head is fed and chains
@@ -303,7 +304,11 @@ class Qwen3_5:
 
     def prepare(self, picture: Picture) -> ImageInput:
         if self.vision is None:
-            raise ModelError(f"{self.spec.name} has no vision tower; give it text only")
+            raise RequestError(
+                f"the checkpoint of {self.spec.name} has no vision tower, so it takes no images",
+                param="image",
+                code="images_unsupported",
+            )
         return self.vision.prepare(picture)
 
     def embed_image(self, image: ImageInput) -> Tensor:
@@ -316,8 +321,7 @@ def shapes_of(config: dict[str, Any]) -> tuple[set[tuple[int, int]], set[int]]:
     text = config.get("text_config", config)
     shape = Shape.of(text)
     shapes = shape.linear_shapes(text["layer_types"]) | {(text["vocab_size"], shape.hidden)}
-    if text.get("mtp_num_hidden_layers"):
-        shapes |= shape.linear_shapes(["full_attention"]) | {(shape.hidden, 2 * shape.hidden)}
+    shapes |= shape.linear_shapes(["full_attention"]) | {(shape.hidden, 2 * shape.hidden)}  # a draft head's
     return shapes, shape.row_widths()
 
 
@@ -382,11 +386,11 @@ def _output(ops: Ops, weights: Weights, text: dict[str, Any], values: dict[str, 
 def _mtp(
     ops: Ops, weights: Weights, text: dict[str, Any], shape: Shape, spec: ModelSpec, model: Qwen3_5
 ) -> MtpHead | None:
-    """The head if its tensors are there: converted checkpoints keep the config and lose the tensors, so the tensors
-    decide."""
+    """The head if its tensors are there: converted checkpoints keep the config and lose the tensors, or the other way
+    round, so the tensors decide."""
     if not any(weights.names("mtp.")):
         return None
-    if text.get("mtp_num_hidden_layers", 1) != 1:
+    if text.get("mtp_num_hidden_layers") not in (None, 0, 1):
         raise ModelError(
             f"an MTP head of {text['mtp_num_hidden_layers']} layers is unknown for this family; it has one"
         )
