@@ -21,9 +21,8 @@ from torch import Tensor
 from foreglance.batch import Batch, BatchError, Part, pack
 from foreglance.cache.prefix import Hit, Point, PrefixCache, Stored
 from foreglance.cache.store import CacheStore
-from foreglance.drafters.base import Drafter, NoDraft, Settled, check_pair
-from foreglance.drafters.mtp import MtpDrafter
-from foreglance.drafters.ngram import NgramDrafter
+from foreglance.drafters.base import Drafter, Settled
+from foreglance.drafters.load import DrafterFactory, Surroundings, make_drafters
 from foreglance.images import open_pictures
 from foreglance.models.base import Caches, Target
 from foreglance.models.registry import load_model
@@ -64,6 +63,7 @@ class Engine:
         prompter: Prompter,
         settings: Settings | None = None,
         self_test: SelfTest | None = None,
+        draft_model: DrafterFactory | None = None,
     ):
         self.target = target
         self.self_test = self_test  # what the start-up self-test chose; None for an engine put together by hand
@@ -72,10 +72,7 @@ class Engine:
         self._prompter = prompter
         capacity = self.settings.slots * (self.context + 64)
         self._store = CacheStore(target.spec.caches, capacity)
-        self._drafters: dict[str, Drafter] = {"none": NoDraft(), "ngram": NgramDrafter()}
-        if target.head is not None:
-            check_pair(target.spec, target.head.spec)
-            self._drafters["mtp"] = MtpDrafter(target.head, capacity)
+        self._drafters = make_drafters(Surroundings(target, self._store, capacity), draft_model)
         self._scheduler = Scheduler(self.settings.slots, self.settings.grid, target.spec.whole_images)
         self._prefixes = PrefixCache(self.settings.prefix_slots)
         self._embeddings = EmbeddingCache(self.settings.image_cache_bytes)
