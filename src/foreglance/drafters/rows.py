@@ -53,27 +53,36 @@ class RowMap:
     def __init__(self, sequence: Sequence, policy: str, rule: PositionRule, position_of: str, placeholder: int):
         self._sequence = sequence
         self._policy = policy
+        self._position_of = position_of
         self._placeholder = placeholder
         self._axes = rule.axes
         prompt = sequence.rows
         self._kept = ~prompt.is_image[1:] if policy in ("skip", "gap") else np.ones(len(prompt) - 1, bool)
         self._positions = self._number(rule, position_of)
-        if len(self._positions):
-            self._next = rule.following(self._positions.at(-1))
-        else:
-            self._next = 1 if policy == "gap" else 0
+        self._next = self._after(rule)
         self._before = np.concatenate([[0], np.cumsum(self._kept)])  # draft rows of target rows [0, t)
 
     def _number(self, rule: PositionRule, position_of: str) -> Positions:
         """Positions of the kept prompt rows, in the draft's own space (policy `gap`: in the target's)."""
-        rows, n = self._sequence.rows, len(self._sequence.rows)
+        coords, kept = self._sequence.rows.positions.coords, self._kept
         if self._policy == "skip":
-            return Positions.run(0, int(self._kept.sum()), rule.axes)
-        numbered = rows.positions.part(1, n) if position_of == "input" else rows.positions.part(0, n - 1)
-        if self._policy == "gap":
-            return Positions(numbered.coords[:, self._kept])
-        starts_late = position_of == "input" and not rows.is_image[0]
-        return Positions(numbered.coords - int(starts_late))
+            return Positions.run(0, int(kept.sum()), rule.axes)
+        if position_of == "input":
+            coords = coords[:, 1:]
+        else:  # the last prompt row is numbered as itself, whatever its input will be
+            kept = np.append(kept, True)
+        return Positions(coords[:, kept] if self._policy == "gap" else coords - coords[:1, :1])
+
+    def _after(self, rule: PositionRule) -> int:
+        """The coordinate of the first row behind those of `_number`."""
+        prompt = self._sequence.rows.positions
+        if not len(self._positions):
+            return rule.following(prompt.at(-1)) if self._policy == "gap" else 0
+        hole = 0
+        if self._policy == "gap" and self._position_of == "input":  # an image at the prompt's end leaves one, too
+            last_kept = int(np.flatnonzero(self._kept)[-1]) + 1
+            hole = rule.following(prompt.at(-1)) - rule.following(prompt.at(last_kept))
+        return rule.following(self._positions.at(-1)) + hole
 
     def count(self, target_rows: int) -> int:
         """Draft rows for target rows [0, target_rows)."""
@@ -86,7 +95,7 @@ class RowMap:
         kept = np.ones(stop - start, bool)
         in_prompt = max(0, min(stop, len(self._kept)) - start)
         kept[:in_prompt] = self._kept[start : start + in_prompt]
-        in_image = image >= 0
+        in_image = image >= 0 if self._position_of == "input" else self._sequence.inputs(start, stop)[1] >= 0
         if self._policy == "placeholder":
             token_ids = np.where(image >= 0, self._placeholder, token_ids)
             image = np.full_like(image, -1)
