@@ -1,7 +1,7 @@
 """Tiny random Qwen3.5 checkpoints in the published layout, written from transformers' own classes.
 
-Owns sizes, weights, tokenizer and processor files, and the reference that a parity test compares with. No weight is left
-at a neutral start (zero norms, equal gates), so that a forgotten one shows.
+Owns sizes, weights, tokenizer and processor files, and the reference that a parity test compares with.
+No weight is left at a neutral start (zero norms, equal gates), so that a forgotten one shows.
 """
 
 from __future__ import annotations

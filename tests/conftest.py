@@ -1,0 +1,20 @@
+"""For all tests: no network, one torch thread unless told otherwise, and hypothesis draws the same cases every time."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "same-every-time",
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same-every-time"))
+torch.set_num_threads(int(os.environ.get("FOREGLANCE_TEST_THREADS", "1")))
