@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Install into .venv if need be, then lint and run every test. Options go to pytest.
+EXTRA="[test]" source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+"$VENV/bin/ruff" check .
+"$VENV/bin/ruff" format --check .
+exec "$VENV/bin/python" -m pytest "$@"
