@@ -187,10 +187,21 @@ def _runs(explanation: Explanation) -> Iterator[tuple[int, int, int | None]]:
 
 
 def fold(slots: Many[Slot], widths: Many[int], room: int) -> list[list[Slot]]:
-    """Break slots into lines of at most `room`, like words of a text; the slots of an image stay together."""
+    """Break slots into lines of at most `room`, like words of a text; the slots of an image stay together.
+
+    As few lines as `room` allows, and these about equally long.
+    """
+    words = list(_words(list(zip(slots, widths, strict=True))))
+    lines = _fill(words, room)
+    while room > 1 and len(closer := _fill(words, room - 1)) == len(lines):
+        lines, room = closer, room - 1
+    return lines
+
+
+def _fill(words: Many[Many[tuple[Slot, int]]], room: int) -> list[list[Slot]]:
     lines: list[list[Slot]] = []
     left = 0
-    for word in _words(list(zip(slots, widths, strict=True))):
+    for word in words:
         width = sum(w for _, w in word)
         if not lines or width > left:
             lines.append([])

@@ -12,11 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from foreglance import __version__
-from foreglance.cli.chat import chat
-from foreglance.cli.demo import demo
-from foreglance.cli.explain import explain
-from foreglance.cli.generate import generate
-from foreglance.cli.models import models
+from foreglance.cli import chat, demo, explain, generate, models
 from foreglance.cli.show import print_json, to_stderr
 from foreglance.request import RequestError
 
@@ -71,7 +67,7 @@ def _root(
     pass
 
 
-for command in (demo, generate, chat, explain, models):
+for command in (demo.demo, generate.generate, chat.chat, explain.explain, models.models):
     app.command()(command)
 
 

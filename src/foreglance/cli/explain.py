@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
 from foreglance.cli.options import ModelOptions, takes
 from foreglance.cli.running import check_pictures, load_engine
-from foreglance.cli.show import print_json, to_stderr, to_stdout
+from foreglance.cli.show import harmless, print_json, to_stderr, to_stdout
 from foreglance.request import Request, RequestError
 
 if TYPE_CHECKING:
-    from foreglance.explain import Cell, Explanation, Slot, Track
+    from foreglance.explain import Explanation
     from foreglance.prompt import Rows
-
-LABEL_WIDTH = 8
-INPUT_STYLES = {"token": "", "image": "green", "placeholder": "yellow"}
-AXIS_NAMES = {1: ("",), 3: (" t", " h", " w")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +38,7 @@ def explain(options: ExplainOptions) -> None:
     _check_target(options.svg)
     explanation, name = _explain(options, request, settings)
     if options.svg is not None:
-        from foreglance.cli.svg import draw
+        from foreglance.cli.rows_svg import draw
 
         options.svg.write_text(draw(explanation, options.axes, name), encoding="utf-8")
         to_stderr(f"drawn into {options.svg}", style="dim")
@@ -53,7 +47,11 @@ def explain(options: ExplainOptions) -> None:
 
         print_json({"model": name, **to_numbers(explanation)})
     else:
-        _print(explanation, options.axes)
+        from foreglance.cli.rows_text import draw_lines
+
+        console = to_stdout()
+        for line in draw_lines(explanation, options.axes, console.width):
+            console.print(line)
 
 
 def _check_target(svg: Path | None) -> None:
@@ -85,91 +83,5 @@ def _labels(model: str, rows: Rows) -> list[str]:
 
 
 def _visible(text: str) -> str:
-    """White space that can be seen."""
-    return text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣") or "∅"
-
-
-# ---------------------------------------------------------------- the terminal
-
-
-def _print(explanation: Explanation, all_axes: bool) -> None:
-    from foreglance.explain import MEANING, fold, shorten
-
-    console = to_stdout()
-    slots = shorten(explanation)
-    widths = {slot: _width(explanation, slot, all_axes) for slot in slots}
-    margin = max(len(track.name) for track in explanation.tracks) + 4
-    for line in fold(slots, list(widths.values()), max(40, console.width - margin - 1)):
-        for text in _band(explanation, line, widths, margin, all_axes):
-            console.print(text)
-        console.print()
-    for track in explanation.tracks:
-        console.print(Text(f"{track.name:<{margin}}{track.num_rows} rows: {MEANING[track.name]}", "dim"))
-
-
-def _width(explanation: Explanation, slot: Slot, all_axes: bool) -> int:
-    """Widest entry of a column, and room for a space and a bracket."""
-    entries = [_short(explanation.labels[slot.start]) if not slot.is_elided else f"+{slot.stop - slot.start}"]
-    entries += [str(slot.start)]
-    entries += [str(c) for track in explanation.tracks for cell in slot.cells(track) for c in cell.position]
-    return max(map(len, entries)) + 2
-
-
-def _short(label: str) -> str:
-    return label if len(label) <= LABEL_WIDTH else label[: LABEL_WIDTH - 1] + "…"
-
-
-def _band(
-    explanation: Explanation, line: Sequence[Slot], widths: dict[Slot, int], margin: int, all_axes: bool
-) -> list[Text]:
-    """Image headings, tokens, target row numbers, and a line per track (and axis)."""
-    total = [widths[slot] for slot in line]
-    last = explanation.num_columns - 1
-    rows = ["…" if slot.is_elided else "" if slot.start == last else str(slot.start) for slot in line]
-    tokens = [
-        f"+{slot.stop - slot.start}" if slot.is_elided else _short(explanation.labels[slot.start]) for slot in line
-    ]
-    lines = [
-        _heading(explanation, line, total, margin),
-        _row("", [Text(token, "bold") for token in tokens], line, total, margin),
-        _row("row", [Text(row, "dim") for row in rows], line, total, margin),
-    ]
-    axes = AXIS_NAMES[explanation.axes] if all_axes else ("",)
-    for track in explanation.tracks:
-        for axis, name in enumerate(axes):
-            cells = [_entry(slot, track, axis) for slot in line]
-            lines.append(_row(track.name + name, cells, line, total, margin))
-    return [text for text in lines if text.plain.strip()]
-
-
-def _heading(explanation: Explanation, line: Sequence[Slot], widths: Sequence[int], margin: int) -> Text:
-    """`image 1: 4x4` above the first column of each image."""
-    text = " " * margin
-    at = margin
-    for i, slot in enumerate(line):
-        if slot.block is not None and (i == 0 or line[i - 1].block != slot.block):
-            height, width = explanation.blocks[slot.block].grid
-            text = f"{text:<{at}}[image {slot.block + 1}: {height}x{width} = {height * width} rows "
-        at += widths[i]
-    return Text(text.rstrip(), "green")
-
-
-def _row(name: str, cells: Sequence[Text], line: Sequence[Slot], widths: Sequence[int], margin: int) -> Text:
-    """One line; images stand in brackets."""
-    text = Text(f"{name:<{margin}}")
-    for i, (cell, slot) in enumerate(zip(cells, line, strict=True)):
-        opens = slot.block is not None and (i == 0 or line[i - 1].block != slot.block)
-        closes = slot.block is not None and (i + 1 == len(line) or line[i + 1].block != slot.block)
-        pad = widths[i] - 2 - len(cell.plain)
-        text.append("[" if opens else " ").append(" " * pad).append(cell).append("]" if closes else " ")
-    return text
-
-
-def _entry(slot: Slot, track: Track, axis: int) -> Text:
-    """A position, dots for positions left out, a dot for a row that does not exist."""
-    cells: list[Cell] = slot.cells(track)
-    if not cells:
-        return Text("·", "dim")
-    if slot.is_elided:
-        return Text("…", INPUT_STYLES[cells[0].input])
-    return Text(str(cells[0].position[axis]), INPUT_STYLES[cells[0].input])
+    """White space that can be seen, and nothing that an SVG file must not hold."""
+    return harmless(text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣")) or "∅"

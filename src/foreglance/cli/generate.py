@@ -11,6 +11,8 @@ from foreglance.cli.options import PromptOptions, takes
 from foreglance.cli.running import check_pictures, load_engine, run
 from foreglance.cli.show import TokenPrinter, print_json, report, stats_line, to_stderr
 
+EXIT_CODES = {"error": 1, "cancelled": 130}  # 130: what shells say of Ctrl-C
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(PromptOptions):
@@ -31,5 +33,5 @@ def generate(options: GenerateOptions) -> None:
         result = run(engine, request, printer)
         printer.end()
         to_stderr(result.error or stats_line(result), style="red" if result.error else "dim")
-    if result.error:
-        raise typer.Exit(1)
+    if result.finish_reason in EXIT_CODES:
+        raise typer.Exit(EXIT_CODES[result.finish_reason])

@@ -69,16 +69,13 @@ class ModelOptions(JsonOption):
         DEFAULT_MODEL
     )
     weights: Annotated[str, _option("--weights", panel=MODEL, help="auto, fp32 or fp16.")] = Settings.weights
-    context: Annotated[
-        int | None, _option("--context", panel=MODEL, help="Rows for prompt and answer; default: the model's.")
-    ] = Settings.context
     threads: Annotated[
         int | None, _option("--threads", min=1, panel=MODEL, help="CPU threads; default: torch's choice.")
     ] = None
 
-    def settings(self, **layout: int) -> Settings:
+    def settings(self, **layout: int | None) -> Settings:
         try:
-            return Settings(context=self.context, weights=self.weights, **layout)
+            return Settings(weights=self.weights, **layout)
         except ValueError as error:
             raise RequestError(str(error), param="settings", code="invalid_settings") from error
 
@@ -103,9 +100,11 @@ class DraftOptions:
                 param="draft",
                 code="draft_unsupported",
             )
-        if self.draft_images not in POLICIES:
+        if self.draft_images == "gap":
             raise RequestError(
-                f"--draft-images must be one of {', '.join(POLICIES)}, got {self.draft_images!r}", param="draft_images"
+                f"--draft-images gap is for measurements only; what works is {', '.join(POLICIES)}",
+                param="draft_images",
+                code="draft_images_unsupported",
             )
         return Speculation(self.draft, _depth(self.depth), self.draft_images)
 
@@ -169,6 +168,12 @@ class GenerationOptions(ModelOptions, DraftOptions, SamplingOptions):
         default_factory=list
     )
     system: Annotated[str | None, _option("--system", help="System message.")] = None
+    context: Annotated[
+        int | None, _option("--context", panel=MODEL, help="Rows for prompt and answer; default: the model's.")
+    ] = Settings.context
+
+    def settings(self, **layout: int | None) -> Settings:
+        return super().settings(context=self.context, **layout)
 
     def request(self, messages: tuple[Message, ...], speculation: Speculation | None = None) -> Request:
         return Request(messages, self.sampling(), speculation or self.speculation())

@@ -62,13 +62,16 @@ def load_engine(options: ModelOptions, settings: Settings) -> Engine:
     import torch
 
     from foreglance.engine import Engine
+    from foreglance.models.base import ModelError
 
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
         engine = Engine.load(options.model, settings)
-    except (OSError, ValueError) as error:  # ModelError is a ValueError; transformers raises both
+    except ModelError as error:
         raise RequestError(str(error), param="model", code="model_unusable") from error
+    except (OSError, ValueError) as error:  # what transformers and json say of broken files
+        raise RequestError(f"{options.model}: {error}", param="model", code="model_unusable") from error
     to_stderr(f"{engine.target.spec.name}: {engine.self_test}", style="dim")
     return engine
 

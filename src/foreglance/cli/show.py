@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def depth_style(depth: int) -> str:
 
 def harmless(text: str) -> str:
     """Text of a model without control characters: on a terminal they could do more than be read."""
-    return "".join(c for c in text if c in "\n\t" or c.isprintable())
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def legend(depths: int) -> Text:

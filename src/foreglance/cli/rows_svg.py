@@ -7,7 +7,7 @@ from html import escape
 
 from foreglance.explain import MEANING, Explanation, Slot, Track, fold, shorten
 
-COLUMN, ROW, MARGIN, PAD = 50, 36, 128, 24  # pixels: width of a column, height of a track, track names, card edge
+COLUMN, ROW, MARGIN, PAD = 50, 38, 152, 24  # pixels: width of a column, height of a track, track names, card edge
 HEAD, AXIS_HEIGHT = 74, 12  # above the tracks of a band; more height for each axis after the first
 COLUMNS = 18  # columns of a band
 FILLS = {"token": ("#e8eef8", "#5b7db1"), "image": ("#d5efdb", "#3c8a57"), "placeholder": ("#fdecc8", "#b98416")}
@@ -117,7 +117,7 @@ def _cell(slot: Slot, track: Track, x: int, y: int, axes: int, height: int) -> s
     if slot.is_elided:
         return box + _text(middle, y + height / 2 + 4, "…", "position", "middle")
     if axes == 1:
-        position = _text(middle, y + 18, str(cells[0].position[0]), "position", "middle")
+        position = _text(middle, y + 17, str(cells[0].position[0]), "position", "middle")
     else:
         position = "".join(
             _text(middle, y + 15 + axis * AXIS_HEIGHT, str(c), "label", "middle")
@@ -133,7 +133,7 @@ def _legend(explanation: Explanation, y: int) -> str:
         if kind in used:
             parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" rx="3" fill="{fill}" stroke="{edge}"/>')
             parts.append(_text(x + 20, y + 11, INPUT_WORDS[kind], "note"))
-            x += 150
+            x += 50 + 7 * len(INPUT_WORDS[kind])
     parts.append(
         f'<rect x="{x}" y="{y}" width="14" height="14" rx="3" fill="none" stroke="{HOLE}" stroke-dasharray="3 3"/>'
     )
