@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foreglance.models import qwen3_5
+from foreglance.models import dense, qwen3_5
 from foreglance.models.base import ModelError, Target
 from foreglance.models.weights import find_model
 from foreglance.ops.base import Ops
@@ -35,6 +35,7 @@ FAMILIES = (
         qwen3_5.shapes_of,
         qwen3_5.load,
     ),
+    Family(tuple(dense.TRAITS), "Llama, SmolLM, Qwen3, Gemma-3 text (text only)", dense.shapes_of, dense.load),
 )
 
 

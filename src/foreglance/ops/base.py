@@ -49,6 +49,10 @@ class Ops(Protocol):
         """x [n, 2 i], gate before up -> silu(gate) * up [n, i]."""
         ...
 
+    def gelu_mul(self, x: Tensor) -> Tensor:
+        """x [n, 2 i], gate before up -> gelu(gate) * up [n, i]; gelu in its tanh form."""
+        ...
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """x * sigmoid(gate), same shapes."""
         ...

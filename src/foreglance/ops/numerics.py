@@ -72,6 +72,7 @@ def rows_are_exact(ops: TorchOps, width: int, generator: torch.Generator) -> boo
         lambda x: ops.rms_norm(x, weight, 1e-6),
         lambda x: ops.gated_rms_norm(x, x, weight, 1e-6),
         lambda x: ops.silu_mul(torch.cat([x, x], -1)),
+        lambda x: ops.gelu_mul(torch.cat([x, x], -1)),
         lambda x: ops.sigmoid_mul(x, x),
         lambda x: ops.l2_norm(x, 1e-6),
         lambda x: ops.delta_gates(x, x, weight, weight)[0],

@@ -7,6 +7,7 @@ state are computed row by row, each with a call that the row alone determines.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,7 @@ from foreglance.ops.base import Blocks
 from foreglance.ops.linear import LinearPath, Packed
 
 CHUNK = 64  # rows of a block in the matrix form of the delta rule
+_GELU = -2 * math.sqrt(2 / math.pi)
 _LINEAR_BEYOND = 20.0  # softplus(x) is x in float32 from here on
 
 
@@ -47,6 +49,10 @@ class TorchOps:
     def silu_mul(self, x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
         return self._by_row(lambda x: _silu(x[:, :half]) * x[:, half:], x)
+
+    def gelu_mul(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        return self._by_row(lambda x: _gelu(x[:, :half]) * x[:, half:], x)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return self._by_row(lambda x, g: x / (1 + torch.exp(-g)), x, gate)
@@ -123,6 +129,11 @@ class TorchOps:
 
 def _silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """The tanh form, x / 2 * (1 + tanh(u)), with the same number written as x * sigmoid(2 u)."""
+    return x / (1 + torch.exp(_GELU * (x + x * x * x * 0.044715)))
 
 
 def _delta_block(
