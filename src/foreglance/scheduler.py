@@ -11,7 +11,7 @@ from foreglance.sequence import Sequence
 from foreglance.stats import Acceptance, CostCurve
 
 AUTO_DEEPEST = 8
-FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # steps between two probes while drafting does not pay
+FIRST_PAUSE, LONGEST_PAUSE = 64, 512  # steps between two probes while drafting does not pay
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class Costs:
 class DepthControl:
     """The depth of one sequence: fixed, or as deep as pays.
 
-    Auto compares tokens per second for each depth, from this sequence's acceptance and this machine's costs. When no
-    depth pays it drafts nothing and probes again after a pause that doubles, so that text which does not draft costs
+    Auto compares tokens per second for each depth, from this sequence's acceptance and this machine's costs. It begins
+    at the depth that other sequences reached (1 if there were none) and may double it whenever all guesses stood. When
+    no depth pays it drafts nothing and probes again after a pause that doubles, so that text which does not draft costs
     next to nothing.
     """
 
@@ -55,9 +56,12 @@ class DepthControl:
     acceptance: Acceptance = field(init=False)
     pause: int = FIRST_PAUSE
     resting: int = 0
+    ceiling: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.acceptance = Acceptance(self.costs.prior(self.kind))
+        prior = self.costs.prior(self.kind)
+        self.acceptance = Acceptance(prior, weight=1.0)
+        self.ceiling = max(1, round(prior.expected_tokens(AUTO_DEEPEST) - 1)) if prior else 1
 
     @property
     def is_off(self) -> bool:
@@ -67,6 +71,8 @@ class DepthControl:
         if drafted:
             self.acceptance.add(drafted, accepted)
             self.costs.prior(self.kind).add(drafted, accepted)
+        if drafted and accepted == drafted >= self.ceiling:
+            self.ceiling = min(2 * self.ceiling, AUTO_DEEPEST)
 
     def next(self, num_running: int, wanted_tokens: int) -> int:
         """Depth of the next round: never beyond what may still be generated."""
@@ -76,7 +82,7 @@ class DepthControl:
         if self.resting:
             self.resting -= 1
             return 0 if self.resting else min(1, limit)
-        best = max(range(min(limit, AUTO_DEEPEST) + 1), key=lambda depth: self._rate(depth, num_running))
+        best = max(range(min(limit, self.ceiling) + 1), key=lambda depth: self._rate(depth, num_running))
         if best == 0 and limit:
             self.resting, self.pause = self.pause, min(2 * self.pause, LONGEST_PAUSE)
         elif best:

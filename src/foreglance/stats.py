@@ -51,6 +51,9 @@ class Acceptance:
         self._tried: list[float] = []
         self._stood: list[float] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._tried)
+
     def add(self, drafted: int, accepted: int) -> None:
         while len(self._tried) < drafted:
             self._tried.append(0.0)
