@@ -7,11 +7,12 @@ recorded once per shape. `blocks` are the row ranges of a batch that one call ma
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 Blocks = Sequence[tuple[int, int]]
+Scoring = Literal["sigmoid", "softmax"]
 
 
 class PackedLinear(Protocol):
@@ -45,8 +46,8 @@ class Ops(Protocol):
         """rms_norm(x) * silu(gate); x and gate [..., h]."""
         ...
 
-    def silu_mul(self, x: Tensor) -> Tensor:
-        """x [n, 2 i], gate before up -> silu(gate) * up [n, i]."""
+    def silu_mul(self, x: Tensor, limit: float | None = None) -> Tensor:
+        """x [n, 2 i], gate before up -> silu(gate) * up [n, i]; `limit` caps silu(gate), and up on both sides."""
         ...
 
     def gelu_mul(self, x: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ class Ops(Protocol):
         ...
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x * sigmoid(gate), same shapes."""
+        """x * sigmoid(gate), same shapes, or one gate for each head: x [n, heads, d], gate [n, heads, 1]."""
         ...
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -89,6 +90,25 @@ class Ops(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The same for a prompt chunk in matrix form -> (out, the last state)."""
+        ...
+
+    def route(self, logits: Tensor, bias: Tensor | None, top_k: int, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """Router logits [n, experts] -> (chosen experts int64 [n, k], best first, their weights [n, k] that add up to
+        one). `bias` [experts] counts for the choice, never for the weights."""
+        ...
+
+    def experts(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        gate_up: Sequence[PackedLinear],
+        down: Sequence[PackedLinear],
+        limit: float | None,
+        blocks: Blocks,
+    ) -> Tensor:
+        """Each row through its own experts, down(silu_mul(gate_up(x))), added up in the order of its choice:
+        x [n, h], chosen and weights [n, k] -> [n, h]."""
         ...
 
     def l2_norm(self, x: Tensor, eps: float) -> Tensor:

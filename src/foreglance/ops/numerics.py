@@ -38,10 +38,13 @@ class SelfTest:
         return text + (f"; refused here: {', '.join(self.refused)}" if self.refused else "")
 
 
-def choose(weights: str, shapes: Iterable[tuple[int, int]], widths: Iterable[int]) -> tuple[TorchOps, SelfTest]:
+def choose(
+    weights: str, shapes: Iterable[tuple[int, int]], widths: Iterable[int], experts: Iterable[tuple[int, int]] = ()
+) -> tuple[TorchOps, SelfTest]:
     """Test the paths for weights "fp32" or "fp16" and take the first that passes.
 
-    shapes: (out, in) of the model's weights; widths: of its rows, heads and gates.
+    shapes: (out, in) of the model's weights; widths: of its rows, heads and gates; experts: (hidden, inner) of a
+    mixture's experts.
     """
     generator = torch.Generator().manual_seed(0)
     refused = []
@@ -52,7 +55,11 @@ def choose(weights: str, shapes: Iterable[tuple[int, int]], widths: Iterable[int
         refused.append(path.name)
     else:
         path = candidates[-1]
-    rows_alone = not all(rows_are_exact(TorchOps(path), width, generator) for width in sorted(set(widths)))
+    ops = TorchOps(path)
+    rows_alone = not (
+        all(rows_are_exact(ops, width, generator) for width in sorted(set(widths)))
+        and all(experts_are_exact(ops, *sizes, generator) for sizes in sorted(set(experts)))
+    )
     report = SelfTest(weights, path.name, rows_alone, torch.get_num_threads(), tuple(refused))
     return TorchOps(path, rows_alone), report
 
@@ -73,13 +80,30 @@ def rows_are_exact(ops: TorchOps, width: int, generator: torch.Generator) -> boo
         lambda x: ops.gated_rms_norm(x, x, weight, 1e-6),
         lambda x: ops.silu_mul(torch.cat([x, x], -1)),
         lambda x: ops.gelu_mul(torch.cat([x, x], -1)),
+        lambda x: ops.silu_mul(torch.cat([x, x], -1), 1.0),
         lambda x: ops.sigmoid_mul(x, x),
+        lambda x: ops.sigmoid_mul(x.unsqueeze(1), x[:, None, :1])[:, 0],
+        lambda x: ops.route(x, weight, min(2, width), "sigmoid")[1],
+        lambda x: ops.route(x, None, min(2, width), "softmax")[1],
         lambda x: ops.l2_norm(x, 1e-6),
         lambda x: ops.delta_gates(x, x, weight, weight)[0],
         lambda x: ops.delta_gates(x, x, weight, weight)[1],
         torch.exp,
     ]
     return all(_same_bits(function, width, generator) for function in functions)
+
+
+def experts_are_exact(ops: TorchOps, hidden: int, inner: int, generator: torch.Generator) -> bool:
+    """Four experts of which each row takes two, so that groups of every size occur."""
+    router = torch.randn(hidden, 4, generator=generator)
+    gate_up = [ops.pack_linear(torch.randn(2 * inner, hidden, generator=generator) / hidden**0.5) for _ in range(4)]
+    down = [ops.pack_linear(torch.randn(hidden, inner, generator=generator) / inner**0.5) for _ in range(4)]
+
+    def mixture(x: Tensor) -> Tensor:
+        logits = torch.stack([(row.unsqueeze(-1) * router).sum(0) for row in x])
+        return ops.experts(x, *ops.route(logits, None, 2, "sigmoid"), gate_up, down, 7.0, [(0, len(x))])
+
+    return _same_bits(mixture, hidden, generator)
 
 
 def _same_bits(function: Callable[[Tensor], Tensor], width: int, generator: torch.Generator) -> bool:

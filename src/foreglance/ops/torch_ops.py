@@ -8,15 +8,16 @@ state are computed row by row, each with a call that the row alone determines.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foreglance.ops.base import Blocks
+from foreglance.ops.base import Blocks, Scoring
 from foreglance.ops.linear import LinearPath, Packed
 
+FEW = 16  # rows of a block that may also be computed one by one
 CHUNK = 64  # rows of a block in the matrix form of the delta rule
 _GELU = -2 * math.sqrt(2 / math.pi)
 _LINEAR_BEYOND = 20.0  # softplus(x) is x in float32 from here on
@@ -46,9 +47,11 @@ class TorchOps:
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._by_row(lambda x, g: F.rms_norm(x, x.shape[-1:], None, eps) * weight * _silu(g), x, gate)
 
-    def silu_mul(self, x: Tensor) -> Tensor:
+    def silu_mul(self, x: Tensor, limit: float | None = None) -> Tensor:
         half = x.shape[-1] // 2
-        return self._by_row(lambda x: _silu(x[:, :half]) * x[:, half:], x)
+        if limit is None:
+            return self._by_row(lambda x: _silu(x[:, :half]) * x[:, half:], x)
+        return self._by_row(lambda x: _silu(x[:, :half]).clamp(max=limit) * x[:, half:].clamp(-limit, limit), x)
 
     def gelu_mul(self, x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
@@ -59,6 +62,48 @@ class TorchOps:
 
     def l2_norm(self, x: Tensor, eps: float) -> Tensor:
         return self._by_row(lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps), x)
+
+    def route(self, logits: Tensor, bias: Tensor | None, top_k: int, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        scores = self._by_row(_sigmoid if scoring == "sigmoid" else _softmax, logits)
+        ranked = scores if bias is None else scores + bias
+        chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+        weights = scores.gather(-1, chosen)
+        return chosen, weights / _in_order(weights.unbind(-1)).unsqueeze(-1)
+
+    def experts(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        gate_up: Sequence[Packed],
+        down: Sequence[Packed],
+        limit: float | None,
+        blocks: Blocks,
+    ) -> Tensor:
+        if self._rows_alone:
+            blocks = [tile for start, stop in blocks for tile in _rows_of(start, stop)]
+        pieces = []
+        for start, stop in blocks:
+            out = self._by_expert(x[start:stop], chosen[start:stop], gate_up, down, limit)  # [rows, k, h]
+            out = out * weights[start:stop].unsqueeze(-1)
+            pieces.append(_in_order(out.unbind(1)))
+        return torch.cat(pieces)
+
+    def _by_expert(
+        self, x: Tensor, chosen: Tensor, gate_up: Sequence[Packed], down: Sequence[Packed], limit: float | None
+    ) -> Tensor:
+        """One product for all rows of a block that chose the same expert: -> [n, k, h]. A row is with an expert at most
+        once, so few rows stay few, and the linear path gives each the bits that it has alone."""
+        n, k = chosen.shape
+        places = chosen.flatten()  # row * k + rank
+        order = places.argsort(stable=True)
+        found, counts = places[order].unique_consecutive(return_counts=True)
+        out = x.new_empty(n * k, x.shape[-1])
+        for expert, mine in zip(found.tolist(), order.split(counts.tolist()), strict=True):
+            whole = [(0, len(mine))]
+            inner = self.silu_mul(self.linear(x[mine // k], gate_up[expert], whole), limit)
+            out[mine] = self.linear(inner, down[expert], whole)
+        return out.view(n, k, -1)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         r = cos.shape[-1]
@@ -122,13 +167,35 @@ class TorchOps:
         return torch.cat(pieces), state
 
     def _by_row(self, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-        if not self._rows_alone or len(rows[0]) == 1 or len(rows[0]) > 16:
+        if not self._rows_alone or len(rows[0]) == 1 or len(rows[0]) > FEW:
             return function(*rows)
         return torch.cat([function(*(r[i : i + 1].clone() for r in rows)) for i in range(len(rows[0]))])
 
 
 def _silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _softmax(x: Tensor) -> Tensor:
+    grown = torch.exp(x - x.amax(-1, keepdim=True))
+    return grown / grown.sum(-1, keepdim=True)
+
+
+def _in_order(terms: Sequence[Tensor]) -> Tensor:
+    """A sum whose order is that of its terms."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def _rows_of(start: int, stop: int) -> list[tuple[int, int]]:
+    """A few-row block as blocks of one row; a chunk stays whole."""
+    return [(start, stop)] if stop - start > FEW else [(row, row + 1) for row in range(start, stop)]
 
 
 def _gelu(x: Tensor) -> Tensor:
