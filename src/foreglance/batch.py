@@ -80,6 +80,19 @@ class Part:
     def num_rows(self) -> int:
         return len(self.token_ids)
 
+    def last(self, num_rows: int) -> Part:
+        """The last rows of it, without image embeddings and hidden states."""
+        at = slice(self.num_rows - num_rows, None)
+        return replace(
+            self,
+            token_ids=self.token_ids[at],
+            image=self.image[at],
+            positions=self.positions.part(self.num_rows - num_rows, self.num_rows),
+            embeds=None,
+            hidden=None,
+            in_image=None,
+        )
+
     def with_drafts(self, drafts: tuple[int, ...]) -> Part:
         """The same part with a row for each guess behind its own; `positions` already covers them."""
         token_ids = np.concatenate([self.token_ids, np.array(drafts, np.int64)])
@@ -125,6 +138,24 @@ class Batch:
     def rows_of(self, index: int) -> slice:
         """Flat rows of part `index`."""
         return slice(self.starts[index], self.starts[index] + self.parts[index].num_rows)
+
+    def wanted(self) -> tuple[Batch, Tensor]:
+        """Without the chunk rows that are not scored, for layers behind the last one that writes a cache; and the flat
+        places [m] that its rows have here. Inputs are not carried along."""
+        parts, places = [], []
+        for index, part in enumerate(self.parts):
+            rows = self.rows_of(index)
+            keep = part.num_scored if part.chunk else part.num_rows
+            if keep:
+                parts.append(part.last(keep))
+                places.append(torch.arange(rows.stop - keep, rows.stop))
+        starts = np.cumsum([0, *(part.num_rows for part in parts)]).tolist()
+        at = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+        scored = torch.searchsorted(at, self.scored)
+        batch = Batch(
+            tuple(parts), tuple(starts[:-1]), self.token_ids[at], None, None, None, self.positions[:, at], scored
+        )
+        return batch, at
 
 
 def pack(parts: Sequence[Part], spec: InputSpec, held: Mapping[int, Held]) -> Batch:

@@ -20,6 +20,7 @@ from foreglance.images import Picture
 from foreglance.request import Image, Message, RequestError, Text
 
 Coordinates = tuple[int, ...]  # one row's position, an entry per axis
+Grid = tuple[int, int]  # merged height and width of a run of image rows
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,10 @@ class Positions:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive rows of one kind: text, or one image with its merged `grid` (height, width)."""
+    """Consecutive rows of one kind: text, or one run of an image's rows with its merged `grid` (height, width)."""
 
     num_rows: int
-    grid: tuple[int, int] | None = None
+    grid: Grid | None = None
 
 
 class PositionError(ValueError):
@@ -173,16 +174,23 @@ class ImageInput:
     """A picture as the vision tower takes it.
 
     `digest` identifies pixels and processing; `grid` is the merged grid (height, width), one row each; `patches` is the
-    tower's own input and opaque here.
+    tower's own input and opaque here. `layout` are the token ids that a prompt has for it, the placeholder once per row
+    among them (Gemma-4: between two tags); None: its rows alone. `runs` are the grids of its runs of rows if they are
+    more than the one of `grid` (Step: crops, then the whole picture, with tags around each).
     """
 
     digest: str
-    grid: tuple[int, int]
+    grid: Grid
     patches: Any = None
+    layout: tuple[int, ...] | None = None
+    runs: tuple[Grid, ...] = ()
 
     @property
     def num_rows(self) -> int:
-        return self.grid[0] * self.grid[1]
+        return sum(height * width for height, width in self.runs or (self.grid,))
+
+    def tokens(self, image_token: int) -> tuple[int, ...]:
+        return self.layout or (image_token,) * self.num_rows
 
 
 @dataclass(frozen=True)
@@ -191,7 +199,7 @@ class Rows:
 
     token_ids  int64; an image row holds the placeholder id, which is never looked up
     image      int64; index into `images`, -1 for a token row
-    offset     int64; which row of its image
+    offset     int64; which row of its image, counted over all of its runs
     positions  on the family's axes
     """
 
@@ -230,10 +238,19 @@ def image_identities(image: ImageInput) -> np.ndarray:
 
 
 def spans_of(image: np.ndarray, images: Sequence[ImageInput]) -> list[Span]:
-    """Runs of text rows and of images, in order, from each row's image index [n]."""
+    """Runs of text rows and of images, in order, from each row's image index [n] of a whole prompt."""
     edges = [0, *(np.flatnonzero(np.diff(image)) + 1).tolist(), len(image)]
     pairs = [(start, stop) for start, stop in itertools.pairwise(edges) if stop > start]
-    return [Span(stop - start, images[image[start]].grid if image[start] >= 0 else None) for start, stop in pairs]
+    grids, spans = [iter(one.runs or (one.grid,)) for one in images], []
+    for start, stop in pairs:
+        if image[start] < 0:
+            spans.append(Span(stop - start))
+            continue
+        while start < stop:  # runs of one image may follow each other directly
+            height, width = next(grids[image[start]])
+            spans.append(Span(height * width, (height, width)))
+            start += height * width
+    return spans
 
 
 def make_rows(token_ids: Sequence[int], image_token: int, images: Sequence[ImageInput], rule: PositionRule) -> Rows:
@@ -251,13 +268,15 @@ def make_rows(token_ids: Sequence[int], image_token: int, images: Sequence[Image
         )
     tokens, image, offset, used = [], [], [], 0
     for token in token_ids:
-        count = 1
-        if token == image_token:
-            count = images[used].num_rows
-        tokens += [token] * count
-        image += [used if token == image_token else -1] * count
-        offset += range(count)
-        used += token == image_token
+        is_place = token == image_token
+        layout = images[used].tokens(image_token) if is_place else (token,)
+        is_row = [is_place and inner == image_token for inner in layout]
+        tokens += layout
+        image += [used if row else -1 for row in is_row]
+        offset += [
+            before if row else 0 for row, before in zip(is_row, itertools.accumulate(is_row, initial=0), strict=False)
+        ]
+        used += is_place
     image_array = np.array(image, np.int64)
     return Rows(
         np.array(tokens, np.int64),

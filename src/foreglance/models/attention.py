@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,46 +21,76 @@ def attend(
     keys: Tensor,
     values: Tensor,
     scale: float,
+    whole_images: bool = False,
 ) -> Tensor:
     """query [rows, heads, d], keys and values [rows, kv heads, d] -> [rows, heads * d].
 
-    `layer` is the layer's place among the model's caches.
+    `layer` is the layer's place among the model's caches. `whole_images`: rows of one image see each other.
+    """
+    for index, part in enumerate(batch.parts):
+        rows = batch.rows_of(index)
+        _cache(caches, part, layer).write(caches[part.sequence].rows, keys[rows], values[rows])
+    return look(ops, batch, caches, layer, query, scale, whole_images)
+
+
+def look(
+    ops: Ops, batch: Batch, caches: Caches, layer: int, query: Tensor, scale: float, whole_images: bool = False
+) -> Tensor:
+    """`attend` to rows that were written before, for a layer without keys and values of its own.
+
+    The batch may hold only the last of the provisional rows.
     """
     pieces: list[Tensor] = []
     for index, part in enumerate(batch.parts):
-        rows = batch.rows_of(index)
-        sequence = caches[part.sequence]
-        cache = sequence.layers[layer]
-        assert isinstance(cache, KV)
-        cache.write(sequence.rows, keys[rows], values[rows])
+        rows, sequence = batch.rows_of(index), caches[part.sequence]
+        cache, before = _cache(caches, part, layer), sequence.rows + sequence.provisional - part.num_rows
         if part.chunk:
-            pieces.append(_chunk(ops, part, sequence.rows, cache, query[rows], scale))
+            pieces.append(_chunk(ops, part, before, cache, query[rows], scale, whole_images))
         else:
-            pieces += _few(ops, part, sequence.rows, cache, query[rows], scale)
+            pieces += _few(ops, part, before, cache, query[rows], scale)
     return torch.cat(pieces)
 
 
-def _few(ops: Ops, part: Part, committed: int, cache: KV, query: Tensor, scale: float) -> list[Tensor]:
+def _cache(caches: Caches, part: Part, layer: int) -> KV:
+    cache = caches[part.sequence].layers[layer]
+    assert isinstance(cache, KV)
+    return cache
+
+
+def _few(ops: Ops, part: Part, before: int, cache: KV, query: Tensor, scale: float) -> list[Tensor]:
     """One call per row with the rows that it sees, so that a row's bits do not depend on who was verified with it."""
     window = cache.spec.window
     out = []
     for i in range(part.num_rows):
-        stop = committed + i + 1
+        stop = before + i + 1
         seen = cache.read(0 if window is None else max(0, stop - window), stop)
         out.append(ops.attend_row(query[i], *seen, scale).unsqueeze(0))
     return out
 
 
-def _chunk(ops: Ops, part: Part, committed: int, cache: KV, query: Tensor, scale: float) -> Tensor:
+def _chunk(ops: Ops, part: Part, before: int, cache: KV, query: Tensor, scale: float, whole_images: bool) -> Tensor:
     n, window = part.num_rows, cache.spec.window
-    first = 0 if window is None else max(0, committed - window + 1)
-    keys, values = cache.read(first, committed + n)
-    return ops.attend_chunk(query, keys, values, scale, causal_mask(n, committed - first, window))
+    first = 0 if window is None else max(0, before - window + 1)
+    keys, values = cache.read(first, before + n)
+    mask = causal_mask(n, before - first, window, part.image if whole_images else None)
+    return ops.attend_chunk(query, keys, values, scale, mask)
 
 
-def causal_mask(n: int, before: int, window: int | None) -> Tensor:
-    """bool [n, before + n]: row i sees the `before` rows and itself, or the last `window` of them."""
+def causal_mask(n: int, before: int, window: int | None, image: np.ndarray | None = None) -> Tensor:
+    """bool [n, before + n]: row i sees the `before` rows and itself, or the last `window` of them.
+
+    With `image` bool [n], consecutive image rows are one image, and its rows see also those that come later.
+    """
     row = torch.arange(before, before + n)[:, None]
     seen = torch.arange(before + n)[None, :]
     mask = seen <= row
+    if image is not None and image.any():
+        mask[:, before:] |= same_image(image)
     return mask if window is None else mask & (seen > row - window)
+
+
+def same_image(image: np.ndarray) -> Tensor:
+    """image bool [n] -> bool [n, n], whether both rows lie in the same run of image rows."""
+    run = torch.from_numpy(np.cumsum(image & ~np.concatenate([[False], image[:-1]])))
+    inside = torch.from_numpy(image)
+    return (run[:, None] == run[None, :]) & inside[:, None] & inside[None, :]
