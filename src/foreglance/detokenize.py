@@ -22,6 +22,12 @@ class Detokenizer:
         self._window = 0  # first token of the window that is decoded
         self._done = 0  # tokens whose text was given out
 
+    def copy(self) -> Detokenizer:
+        """The same state, to look ahead with."""
+        twin = Detokenizer(self._decode)
+        twin._tokens, twin._done = self._tokens[self._window :], self._done - self._window
+        return twin
+
     def push(self, token: int) -> str:
         """Add one token; the text it completes."""
         self._tokens.append(token)

@@ -133,6 +133,8 @@ class Engine:
                 f"logit_bias names token {bad[0]}, the vocabulary has {self.target.spec.vocab_size}",
                 param="logit_bias",
             )
+        if self._scheduler.find(request.id) is not None:
+            raise RequestError(f"a request of id {request.id} is in the engine", param="id", code="duplicate_id")
         drafter, report = self._drafter_for(request)
         spec = self.target.spec
         sequence = Sequence(next(self._ids), request, rows, spec.rule, spec.eos, self._prompter.decode, self.context)
@@ -322,6 +324,7 @@ class Engine:
             if not part.chunk:
                 self._running[sequence.id].depth.learn(verdict.drafted, verdict.accepted)
             if verdict.tokens:
+                self._explain(self._running[sequence.id])
                 self._ended.append(sequence.take(verdict))
 
     def _draft(self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict], hidden: Tensor) -> None:
@@ -340,7 +343,7 @@ class Engine:
     def _settled(self, running: Running, start: int, states: Tensor) -> Settled:
         sequence, depth = running.sequence, 0
         if sequence.finish is None and not sequence.in_prefill:
-            depth = running.depth.next(len(self._running), sequence.wanted)
+            depth = running.depth.next(len(self._scheduler.running), sequence.wanted)
         return Settled(sequence, start, states if running.drafter.wants_hidden else None, depth)
 
     def _propose(self, drafter: Drafter, settled: Many[Settled], timed: bool) -> None:
@@ -388,25 +391,26 @@ class Engine:
     def _retire(self, sequence: Sequence) -> None:
         """A sequence ended by itself: its rows may serve another request."""
         running = self._running[sequence.id]
-        self._explain(running)
         self._mark_point(running)
         cache = self._store.detach(sequence.id)
         self._prefixes.put(Stored(sequence.identities(cache.rows), cache, tuple(running.points)))
         self._forget(running)
 
     def _explain(self, running: Running) -> None:
-        """Say so if automatic depth ended at no drafts."""
-        if running.depth.is_off and running.drafter.kind != "none":
+        """Say so while automatic depth stands at no drafts."""
+        if running.drafter.kind != "none":
             chance = running.depth.acceptance.at(1)
             reason = f"drafting did not pay on this text (acceptance about {chance:.0%} at depth 1)"
-            running.sequence.report = replace(running.sequence.report, off_because=reason)
+            off = reason if running.depth.is_off else None
+            running.sequence.report = replace(running.sequence.report, off_because=off)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End a sequence from outside: nothing of it stays."""
         running = self._running[sequence.id]
         if sequence.id in self._store:
             self._store.release(sequence.id)
-        self._ended.append(sequence.end(reason, error))
+        if sequence.finish is None:  # else its one final event is out already
+            self._ended.append(sequence.end(reason, error))
         self._forget(running)
 
     def _forget(self, running: Running) -> None:
@@ -433,12 +437,24 @@ class Engine:
     def generate(self, requests: Request | Iterable[Request]) -> list[Result]:
         """Run requests together and give their results in order. Refuses all if one cannot be served."""
         many = [requests] if isinstance(requests, Request) else list(requests)
-        prepared = [(request, self.prepare(request)) for request in many]
-        names = [self.add_rows(request, rows) for request, rows in prepared]
+        names = self._add_all([(request, self.prepare(request)) for request in many])
         results: dict[str, Result] = {}
         while len(results) < len(names):
             results |= {e.request_id: e.result for e in self.step() if e.result is not None and e.request_id in names}
         return [results[name] for name in names]
+
+    def _add_all(self, prepared: Many[tuple[Request, Rows]]) -> list[str]:
+        """Queue all or none."""
+        names: list[str] = []
+        try:
+            for request, rows in prepared:
+                names.append(self.add_rows(request, rows))
+        except RequestError:
+            for name in names:
+                self.cancel(name)
+            self._ended = [event for event in self._ended if event.request_id not in names]
+            raise
+        return names
 
 
 def _pick_rows(sequence: Sequence, drafts: Many[int], logits: np.ndarray) -> list[int]:

@@ -30,9 +30,9 @@ class StopStrings:
         if not self._stops:
             return text, False
         self._held += text
-        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
-        if found:
-            safe, self._held = self._held[: min(found)], ""
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:  # the one that is complete first, however the text arrived
+            safe, self._held = self._held[: min(found)[1]], ""
             return safe, True
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
@@ -42,6 +42,12 @@ class StopStrings:
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
+
+    def copy(self) -> StopStrings:
+        """The same state, to look ahead with."""
+        twin = StopStrings(self._stops)
+        twin._held = self._held
+        return twin
 
     def _overlap(self, stop: str) -> int:
         """Length of the longest proper start of `stop` that the held text ends with."""
@@ -186,10 +192,17 @@ class Sequence:
         return np.concatenate([self.rows.identities()[:stop], tail])
 
     def limit(self, verdict: Verdict) -> Verdict:
-        """Cut a verdict at the end of text or at the length limit, so that no row behind the end is committed."""
-        tokens = verdict.tokens[: self.wanted]
-        end = next((i for i, token in enumerate(tokens) if token in self._eos), len(tokens) - 1)
-        return verdict.cut(end + 1)
+        """Cut a verdict at the end of text, at a stop string or at the length limit, so that no row behind the end is
+        committed: what a finished sequence leaves for reuse must not depend on drafts."""
+        return verdict.cut(self._end_among(verdict.tokens[: self.wanted]) + 1)
+
+    def _end_among(self, tokens: tuple[int, ...]) -> int:
+        """Place of the token that ends the text, else of the last one."""
+        detokenizer, stops = self._detokenizer.copy(), self._stops.copy()
+        for i, token in enumerate(tokens):
+            if token in self._eos or (self.request.sampling.stop and stops.push(detokenizer.push(token))[1]):
+                return i
+        return len(tokens) - 1
 
     def advance(self, num_rows: int) -> None:
         """Prompt rows [prefilled, prefilled + num_rows) are in the cache."""
