@@ -20,7 +20,7 @@ from foreglance.request import Request
 OPERATIONS = (
     "linear", "embedding", "rms_norm", "gated_rms_norm", "silu_mul", "gelu_mul", "sigmoid_mul", "rotary",
     "attend_row", "attend_chunk", "causal_conv", "delta_gates", "delta_rows", "delta_chunk", "l2_norm",
-    "route", "experts",
+    "route", "experts", "softcap",
 )  # fmt: skip
 
 

@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foreglance.batch import Batch
-from foreglance.ops.base import Ops, Scoring
+from foreglance.ops.base import Gate, Ops, Scoring
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How a family chooses experts. `scale` multiplies their sum; `limit` is that of `ops.silu_mul`."""
+    """How a family chooses experts. `scale` multiplies their sum; `gate` is their activation, `limit` that of
+    `ops.silu_mul`."""
 
     top_k: int
     scoring: Scoring
     scale: float = 1.0
     limit: float | None = None
+    gate: Gate = "silu"
 
 
 class Experts:
@@ -40,7 +42,7 @@ class Experts:
         how = self._routing
         logits = self._ops.linear(x, self._router, batch.blocks)
         chosen, weights = self._ops.route(logits, self._bias, how.top_k, how.scoring)
-        out = self._ops.experts(x, chosen, weights, self._gate_up, self._down, how.limit, batch.blocks)
+        out = self._ops.experts(x, chosen, weights, self._gate_up, self._down, how.limit, batch.blocks, how.gate)
         return out if how.scale == 1.0 else out * how.scale
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 Blocks = Sequence[tuple[int, int]]
 Scoring = Literal["sigmoid", "softmax"]
+Gate = Literal["silu", "gelu"]
 
 
 class PackedLinear(Protocol):
@@ -106,9 +107,14 @@ class Ops(Protocol):
         down: Sequence[PackedLinear],
         limit: float | None,
         blocks: Blocks,
+        gate: Gate = "silu",
     ) -> Tensor:
-        """Each row through its own experts, down(silu_mul(gate_up(x))), added up in the order of its choice:
-        x [n, h], chosen and weights [n, k] -> [n, h]."""
+        """Each row through its own experts, down(silu_mul(gate_up(x))) or gelu_mul, added up in the order of its
+        choice: x [n, h], chosen and weights [n, k] -> [n, h]. `limit` is that of `silu_mul`."""
+        ...
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap); x [n, d], e.g. logits."""
         ...
 
     def l2_norm(self, x: Tensor, eps: float) -> Tensor:

@@ -85,6 +85,7 @@ def rows_are_exact(ops: TorchOps, width: int, generator: torch.Generator) -> boo
         lambda x: ops.sigmoid_mul(x.unsqueeze(1), x[:, None, :1])[:, 0],
         lambda x: ops.route(x, weight, min(2, width), "sigmoid")[1],
         lambda x: ops.route(x, None, min(2, width), "softmax")[1],
+        lambda x: ops.softcap(x, 30.0),
         lambda x: ops.l2_norm(x, 1e-6),
         lambda x: ops.delta_gates(x, x, weight, weight)[0],
         lambda x: ops.delta_gates(x, x, weight, weight)[1],

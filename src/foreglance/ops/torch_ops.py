@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foreglance.ops.base import Blocks, Scoring
+from foreglance.ops.base import Blocks, Gate, Scoring
 from foreglance.ops.linear import LinearPath, Packed
 
 FEW = 16  # rows of a block that may also be computed one by one
@@ -79,18 +79,25 @@ class TorchOps:
         down: Sequence[Packed],
         limit: float | None,
         blocks: Blocks,
+        gate: Gate = "silu",
     ) -> Tensor:
         if self._rows_alone:
             blocks = [tile for start, stop in blocks for tile in _rows_of(start, stop)]
+        gated = self.gelu_mul if gate == "gelu" else lambda x: self.silu_mul(x, limit)
         pieces = []
         for start, stop in blocks:
-            out = self._by_expert(x[start:stop], chosen[start:stop], gate_up, down, limit)  # [rows, k, h]
+            out = self._by_expert(x[start:stop], chosen[start:stop], gate_up, down, gated)  # [rows, k, h]
             out = out * weights[start:stop].unsqueeze(-1)
             pieces.append(_in_order(out.unbind(1)))
         return torch.cat(pieces)
 
     def _by_expert(
-        self, x: Tensor, chosen: Tensor, gate_up: Sequence[Packed], down: Sequence[Packed], limit: float | None
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        gate_up: Sequence[Packed],
+        down: Sequence[Packed],
+        gated: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """One product for all rows of a block that chose the same expert: -> [n, k, h]. A row is with an expert at most
         once, so few rows stay few, and the linear path gives each the bits that it has alone."""
@@ -101,9 +108,13 @@ class TorchOps:
         out = x.new_empty(n * k, x.shape[-1])
         for expert, mine in zip(found.tolist(), order.split(counts.tolist()), strict=True):
             whole = [(0, len(mine))]
-            inner = self.silu_mul(self.linear(x[mine // k], gate_up[expert], whole), limit)
+            inner = gated(self.linear(x[mine // k], gate_up[expert], whole))
             out[mine] = self.linear(inner, down[expert], whole)
         return out.view(n, k, -1)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """One call for each row, however many there are: logits are wide, and who shares a batch must not matter."""
+        return torch.cat([torch.tanh(row.clone() / cap) * cap for row in x.split(1)]) if len(x) else x
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         r = cos.shape[-1]
