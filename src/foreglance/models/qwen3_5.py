@@ -13,10 +13,10 @@ Layers that read the same input are fused into one product at load: [query, gate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,7 +53,6 @@ class Shape:
     """The sizes of a decoder, from `text_config`."""
 
     hidden: int
-    inner: int
     heads: int
     kv_heads: int
     head_size: int
@@ -68,7 +67,6 @@ class Shape:
     def of(cls, text: dict[str, Any]) -> Shape:
         return cls(
             hidden=text["hidden_size"],
-            inner=text["intermediate_size"],
             heads=text["num_attention_heads"],
             kv_heads=text["num_key_value_heads"],
             head_size=text["head_dim"],
@@ -101,9 +99,9 @@ class Shape:
         return RecurrentSpec(((self.conv_width - 1, self.conv), (self.v_heads, self.k_size, self.v_size)))
 
     def linear_shapes(self, layer_types: Sequence[str]) -> set[tuple[int, int]]:
-        """(out, in) of every fused product, for the self-test."""
+        """(out, in) of every fused product of the mixers, for the self-test."""
         q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
-        shapes = {(2 * self.inner, self.hidden), (self.hidden, self.inner)}
+        shapes = set()
         if "full_attention" in layer_types:
             shapes |= {(2 * q + 2 * kv, self.hidden), (self.hidden, q)}
         if "linear_attention" in layer_types:
@@ -111,7 +109,7 @@ class Shape:
         return shapes
 
     def row_widths(self) -> set[int]:
-        return {self.hidden, self.inner, self.head_size, self.v_size, self.k_size, self.v_heads, self.conv}
+        return {self.hidden, self.head_size, self.v_size, self.k_size, self.v_heads, self.conv}
 
 
 class Loader:
@@ -129,6 +127,9 @@ class Loader:
     def norm(self, name: str, size: int) -> Tensor:
         """Stored zero-centred."""
         return self.tensor(f"{name}.weight", size).float() + 1
+
+    def __contains__(self, name: str) -> bool:
+        return self._prefix + name in self._weights
 
     def linear(self, names: dict[str, int], num_in: int) -> PackedLinear:
         """Several weights [out, in] by name and out as one."""
@@ -217,29 +218,68 @@ class DeltaNet:
         return out
 
 
+class Mlp(Protocol):
+    """What follows the mixer: x [rows, h] -> [rows, h]."""
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor: ...
+
+
+class GatedMlp:
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, load: Loader, hidden: int, inner: int):
+        self._ops = load.ops
+        self._gate_up = load.linear({"gate_proj": inner, "up_proj": inner}, hidden)
+        self._down = load.linear({"down_proj": hidden}, inner)
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        inner = self._ops.silu_mul(self._ops.linear(x, self._gate_up, batch.blocks))
+        return self._ops.linear(inner, self._down, batch.blocks)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What tells the dense family from its mixture-of-experts sister: name and feed-forward part.
+
+    mlp         (tensors under `mlp.`, text config) -> the layer's feed-forward part
+    mlp_shapes  text config -> (out, in) of its products, and widths of its rows
+    """
+
+    family: str
+    mlp: Callable[[Loader, dict[str, Any]], Mlp]
+    mlp_shapes: Callable[[dict[str, Any]], tuple[set[tuple[int, int]], set[int]]]
+
+
+def _dense_mlp(load: Loader, text: dict[str, Any]) -> Mlp:
+    return GatedMlp(load, text["hidden_size"], text["intermediate_size"])
+
+
+def _dense_shapes(text: dict[str, Any]) -> tuple[set[tuple[int, int]], set[int]]:
+    hidden, inner = text["hidden_size"], text["intermediate_size"]
+    return {(2 * inner, hidden), (hidden, inner)}, {inner}
+
+
+DENSE = Variant(FAMILY, _dense_mlp, _dense_shapes)
+
+
 class Layer:
     """Pre-norm decoder layer around either mixer."""
 
-    def __init__(self, load: Loader, shape: Shape, kind: str, layer: int):
+    def __init__(self, load: Loader, shape: Shape, kind: str, layer: int, mlp: Mlp):
         self._ops, self._eps = load.ops, shape.eps
         self._attention = Attention(load.at("self_attn"), shape, layer) if kind == "full_attention" else None
         self._delta = DeltaNet(load.at("linear_attn"), shape, layer) if kind == "linear_attention" else None
         self._before = load.norm("input_layernorm", shape.hidden)
         self._after = load.norm("post_attention_layernorm", shape.hidden)
-        mlp = load.at("mlp")
-        self._gate_up = mlp.linear({"gate_proj": shape.inner, "up_proj": shape.inner}, shape.hidden)
-        self._down = mlp.linear({"down_proj": shape.hidden}, shape.inner)
+        self._mlp = mlp
 
     def __call__(self, x: Tensor, batch: Batch, caches: Caches, angles: tuple[Tensor, Tensor]) -> Tensor:
-        ops = self._ops
-        normed = ops.rms_norm(x, self._before, self._eps)
+        normed = self._ops.rms_norm(x, self._before, self._eps)
         if self._attention is not None:
             x = x + self._attention(normed, batch, caches, angles)
         elif self._delta is not None:
             x = x + self._delta(normed, batch, caches)
-        normed = ops.rms_norm(x, self._after, self._eps)
-        inner = ops.silu_mul(ops.linear(normed, self._gate_up, batch.blocks))
-        return x + ops.linear(inner, self._down, batch.blocks)
+        return x + self._mlp(self._ops.rms_norm(x, self._after, self._eps), batch)
 
 
 class MtpHead:
@@ -250,6 +290,7 @@ class MtpHead:
         load: Loader,
         shape: Shape,
         spec: HeadSpec,
+        mlp: Mlp,
         table: Tensor,
         head: PackedLinear,
         rotary: RotaryTable,
@@ -259,7 +300,7 @@ class MtpHead:
         self._embedding_norm = load.norm("pre_fc_norm_embedding", shape.hidden)
         self._hidden_norm = load.norm("pre_fc_norm_hidden", shape.hidden)
         self._fuse = load.linear({"fc": shape.hidden}, 2 * shape.hidden)
-        self._layer = Layer(load.at("layers.0"), shape, "full_attention", 0)
+        self._layer = Layer(load.at("layers.0"), shape, "full_attention", 0, mlp)
         self._norm = load.norm("norm", shape.hidden)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
@@ -278,17 +319,19 @@ class MtpHead:
 class Qwen3_5:
     """A loaded target of this family."""
 
-    def __init__(
-        self, spec: ModelSpec, ops: Ops, shape: Shape, kinds: Sequence[str], load: Loader, rotary: RotaryTable
-    ):
+    def __init__(self, spec: ModelSpec, variant: Variant, text: dict[str, Any], load: Loader, rotary: RotaryTable):
+        shape = Shape.of(text)
         self.spec = spec
         self.head: MtpHead | None = None
         self.vision: QwenVision | None = None
         self.table = load.tensor("embed_tokens.weight", spec.vocab_size, shape.hidden)
         self.rotary = rotary
         self.output: PackedLinear | None = None
-        self._ops, self._shape = ops, shape
-        self._layers = [Layer(load.at(f"layers.{i}"), shape, kind, i) for i, kind in enumerate(kinds)]
+        self._ops, self._shape = load.ops, shape
+        self._layers = [
+            Layer(load.at(f"layers.{i}"), shape, kind, i, variant.mlp(load.at(f"layers.{i}.mlp"), text))
+            for i, kind in enumerate(text["layer_types"])
+        ]
         self._norm = load.norm("norm", shape.hidden)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
@@ -316,39 +359,48 @@ class Qwen3_5:
         return self.vision.embed(image)
 
 
-def shapes_of(config: dict[str, Any]) -> tuple[set[tuple[int, int]], set[int]]:
+def shapes_of(config: dict[str, Any], variant: Variant = DENSE) -> tuple[set[tuple[int, int]], set[int]]:
     """Weight shapes (out, in) and row widths of a model, for the self-test."""
     text = config.get("text_config", config)
     shape = Shape.of(text)
+    mlp_shapes, mlp_widths = variant.mlp_shapes(text)
     shapes = shape.linear_shapes(text["layer_types"]) | {(text["vocab_size"], shape.hidden)}
     shapes |= shape.linear_shapes(["full_attention"]) | {(shape.hidden, 2 * shape.hidden)}  # a draft head's
-    return shapes, shape.row_widths()
+    return shapes | mlp_shapes, shape.row_widths() | mlp_widths
 
 
-def load(name: str, folder: Path, config: Any, ops: Ops, context: int, eos: frozenset[int]) -> Qwen3_5:
+def load(
+    name: str,
+    folder: Path,
+    config: Any,
+    ops: Ops,
+    context: int,
+    eos: frozenset[int],
+    variant: Variant = DENSE,
+) -> Qwen3_5:
     """Read a checkpoint folder. `config` is transformers' config of it."""
     values = config.to_dict()
     text = values.get("text_config", values)
-    shape, kinds = Shape.of(text), text["layer_types"]
+    shape = Shape.of(text)
     weights = Weights(folder)
     trunk = _trunk_prefix(weights, folder)
     spec = ModelSpec(
         name=name,
-        family=FAMILY,
+        family=variant.family,
         vocab_size=text["vocab_size"],
         hidden_size=shape.hidden,
         context=context,
         rule=IMAGE_POSITIONS,
-        caches=tuple(_cache(shape, kind) for kind in kinds),
+        caches=tuple(_cache(shape, kind) for kind in text["layer_types"]),
         whole_images=False,
         image_token=values.get("image_token_id", -1),
         eos=eos,
     )
-    model = Qwen3_5(spec, ops, shape, kinds, Loader(ops, weights, trunk), _rotary(text, context))
+    model = Qwen3_5(spec, variant, text, Loader(ops, weights, trunk), _rotary(text, context))
     model.output = _output(ops, weights, text, values, model.table)
     if values.get("vision_config") and any(weights.names("model.visual.")):
         model.vision = QwenVision(folder, config.vision_config, weights, "model.visual.")
-    model.head = _mtp(ops, weights, text, shape, spec, model)
+    model.head = _mtp(ops, weights, text, variant, spec, model)
     weights.finish()
     return model
 
@@ -384,7 +436,7 @@ def _output(ops: Ops, weights: Weights, text: dict[str, Any], values: dict[str, 
 
 
 def _mtp(
-    ops: Ops, weights: Weights, text: dict[str, Any], shape: Shape, spec: ModelSpec, model: Qwen3_5
+    ops: Ops, weights: Weights, text: dict[str, Any], variant: Variant, spec: ModelSpec, model: Qwen3_5
 ) -> MtpHead | None:
     """The head if its tensors are there: converted checkpoints keep the config and lose the tensors, or the other way
     round, so the tensors decide."""
@@ -396,8 +448,9 @@ def _mtp(
         )
     if text.get("mtp_use_dedicated_embeddings"):
         raise ModelError("an MTP head with dedicated embeddings is not supported for this family")
+    shape, load = Shape.of(text), Loader(ops, weights, "mtp.")
     head_spec = HeadSpec(
-        family=FAMILY,
+        family=variant.family,
         vocab_size=spec.vocab_size,
         hidden_size=shape.hidden,
         rule=IMAGE_POSITIONS,
@@ -408,4 +461,5 @@ def _mtp(
         placeholder=spec.image_token,
     )
     assert model.output is not None
-    return MtpHead(Loader(ops, weights, "mtp."), shape, head_spec, model.table, model.output, model.rotary)
+    mlp = variant.mlp(load.at("layers.0.mlp"), text)
+    return MtpHead(load, shape, head_spec, mlp, model.table, model.output, model.rotary)
