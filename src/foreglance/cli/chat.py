@@ -83,7 +83,7 @@ class Conversation:
         if command == "/quit":
             return False
         if command == "/image":
-            self._add_picture(rest.strip())
+            self._add_picture(rest.strip().strip("'\""))  # terminals quote a file that is dropped on them
         elif command == "/reset":
             self._messages, self._pictures = self._options.head(), []
             to_stderr("the conversation starts anew", style="dim")

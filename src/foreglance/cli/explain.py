@@ -12,6 +12,7 @@ from foreglance.cli.options import ModelOptions, takes
 from foreglance.cli.running import check_pictures, load_engine
 from foreglance.cli.show import harmless, print_json, to_stderr, to_stdout
 from foreglance.request import Request, RequestError
+from foreglance.settings import Settings
 
 if TYPE_CHECKING:
     from foreglance.explain import Explanation
@@ -59,7 +60,7 @@ def _check_target(svg: Path | None) -> None:
         raise RequestError(f"--svg {svg}: there is no such folder", param="svg", code="no_such_folder")
 
 
-def _explain(options: ExplainOptions, request: Request, settings) -> tuple[Explanation, str]:
+def _explain(options: ExplainOptions, request: Request, settings: Settings) -> tuple[Explanation, str]:
     engine = load_engine(options, settings)
     from foreglance.explain import explain as explain_rows
 

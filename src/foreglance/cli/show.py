@@ -139,7 +139,7 @@ def stats_line(result: Result) -> str:
         parts.append(f"{sum(t.accepted)} of {sum(t.drafted)} drafts accepted ({t.acceptance:.0%})")
     if result.draft.off_because is not None:
         parts.append(f"no drafts: {result.draft.off_because}")
-    return ", ".join([*parts, f"ended by {result.finish_reason}"])
+    return ", ".join([*parts, f"ended: {result.finish_reason}"])
 
 
 def percentages(shares: Sequence[float | None]) -> str:
