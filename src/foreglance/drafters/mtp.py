@@ -114,6 +114,7 @@ class MtpDrafter:
             self._store[sequence.id],
             self._store.checkpoint(sequence.id),
             (lane.first, states),
+            lane.first + 1,
         )
 
     def key(self, sequence: Sequence) -> str:
