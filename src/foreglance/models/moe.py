@@ -8,11 +8,18 @@ packed linear path, and a row adds its experts up in the order of its own choice
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-from foreglance.batch import Batch
-from foreglance.ops.base import Gate, Ops, Scoring
+from foreglance.ops.base import Blocks, Gate, Ops, Scoring
+
+
+class Blocked(Protocol):
+    """A `Batch`, or whatever else knows which rows one call may span."""
+
+    @property
+    def blocks(self) -> Blocks: ...
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Experts:
         self._gate_up = [ops.pack_linear(weight) for weight in gate_up]
         self._down = [ops.pack_linear(weight) for weight in down]
 
-    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, batch: Blocked) -> Tensor:
         """x [rows, h] -> [rows, h]."""
         how = self._routing
         logits = self._ops.linear(x, self._router, batch.blocks)
