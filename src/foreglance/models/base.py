@@ -85,11 +85,22 @@ class DraftHead(Protocol):
         ...
 
 
+class ChainedHead(Protocol):
+    """Several modules, one for each depth. Module i at row t consumes (state of module i - 1 at row t, input of row
+    t + 1 + i); module 0 is fed the target's state. Each has a cache of its own, so each is a head of one module.
+
+    `spec.caches` are those of all modules.
+    """
+
+    spec: HeadSpec
+    modules: tuple[DraftHead, ...]
+
+
 class Target(Protocol):
-    """A loaded family."""
+    """A loaded family. `head` is a `ChainedHead` exactly if its spec has more than one module."""
 
     spec: ModelSpec
-    head: DraftHead | None
+    head: DraftHead | ChainedHead | None
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
         """Write provisional rows; -> hidden [rows, hidden], the state that a draft head is fed."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foreglance.models import dense, qwen3_5
+from foreglance.models import dense, gemma4, qwen3_5, qwen3_5_moe, step3p7
 from foreglance.models.base import ModelError, Target
 from foreglance.models.weights import find_model
 from foreglance.ops.base import Ops
@@ -18,14 +18,22 @@ from foreglance.settings import Settings
 DEFAULT_CONTEXT = 32_768
 
 
+def auto_config(folder: Path) -> Any:
+    """transformers' config of a checkpoint folder."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
 @dataclass(frozen=True)
 class Family:
-    """How a family is shown and loaded."""
+    """How a family is shown and loaded. `shapes_of` gives the arguments of `ops.numerics.choose`."""
 
     model_types: tuple[str, ...]
     title: str
-    shapes_of: Callable[[dict[str, Any]], tuple[set[tuple[int, int]], set[int]]]
+    shapes_of: Callable[[dict[str, Any]], tuple[set[Any], ...]]
     load: Callable[..., Target]
+    read_config: Callable[[Path], Any] = auto_config
 
 
 FAMILIES = (
@@ -35,7 +43,21 @@ FAMILIES = (
         qwen3_5.shapes_of,
         qwen3_5.load,
     ),
+    Family(
+        ("qwen3_5_moe", "qwen3_5_moe_text"),
+        "Qwen3.5 / 3.6 mixture of experts (MTP head, images)",
+        qwen3_5_moe.shapes_of,
+        qwen3_5_moe.load,
+    ),
+    Family(("gemma4", "gemma4_text"), "Gemma-4 (assistant as draft, images)", gemma4.shapes_of, gemma4.load),
     Family(tuple(dense.TRAITS), "Llama, SmolLM, Qwen3, Gemma-3 text (text only)", dense.shapes_of, dense.load),
+    Family(
+        ("step3p7",),
+        "Step-3.7-Flash (MoE, three chained MTP modules, images)",
+        step3p7.shapes_of,
+        step3p7.load,
+        step3p7.read_config,
+    ),
 )
 
 
@@ -65,18 +87,23 @@ def load_model(name: str, settings: Settings, instrument: Callable[[Ops], Ops] =
     folder = find_model(name)
     model_type = json.loads((folder / "config.json").read_text()).get("model_type", "")
     family = family_of(model_type)
-    from transformers import AutoConfig, AutoTokenizer
-
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = family.read_config(folder)
     values = config.to_dict()
     text = values.get("text_config", values)
     weights = pick_weights(settings.weights, folder)
     ops, report = choose(weights, *family.shapes_of(values))
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(folder)
     _check_tokenizer(tokenizer, text["vocab_size"], folder)
     context = min(settings.context or DEFAULT_CONTEXT, text["max_position_embeddings"])
     target = family.load(folder.name, folder, config, instrument(ops), context, end_tokens(folder, values, tokenizer))
     return Loaded(folder, target, tokenizer, report)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """transformers' tokenizer of a checkpoint folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def _check_tokenizer(tokenizer: Any, vocab_size: int, folder: Path) -> None:

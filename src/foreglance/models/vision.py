@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,15 @@ def load_processor(folder: Path) -> Any:
     return AutoImageProcessor.from_pretrained(folder, backend="pil")
 
 
-def fill_module(module: nn.Module, weights: Weights, prefix: str) -> nn.Module:
-    """Give a module built on the meta device its float32 weights; what does not fit is named."""
-    state = {name: tensor.float() for name, tensor in weights.take_all(prefix).items()}
+State = dict[str, Tensor]
+
+
+def fill_module(
+    module: nn.Module, weights: Weights, prefix: str, rename: Callable[[State], State] = lambda state: state
+) -> nn.Module:
+    """Give a module built on the meta device its float32 weights; what does not fit is named. `rename` turns the names
+    (and layouts) of a published checkpoint into the module's."""
+    state = {name: tensor.float() for name, tensor in rename(weights.take_all(prefix)).items()}
     want = module.state_dict()
     wrong = [f"{prefix}{name} is missing" for name in want if name not in state]
     wrong += [f"{prefix}{name} is left over" for name in state if name not in want]

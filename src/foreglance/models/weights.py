@@ -105,6 +105,10 @@ class Weights:
     def names(self, prefix: str = "") -> Iterator[str]:
         return (name for name in self._place if name.startswith(prefix))
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there, without reading it."""
+        return tuple(self._handles[self._place[name]].get_slice(name).get_shape())
+
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor, as it is stored; zeros in its place if it is missing or has another shape (see `finish`)."""
         if name not in self._place:
