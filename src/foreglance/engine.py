@@ -22,7 +22,7 @@ from foreglance.batch import Batch, BatchError, Part, pack
 from foreglance.cache.prefix import Hit, Point, PrefixCache, Stored
 from foreglance.cache.store import CacheStore
 from foreglance.drafters.base import Drafter, Settled
-from foreglance.drafters.load import DrafterFactory, Surroundings, make_drafters
+from foreglance.drafters.load import DrafterFactory, Surroundings, load_second, make_drafters
 from foreglance.images import open_pictures
 from foreglance.models.base import Caches, Target
 from foreglance.models.registry import load_model
@@ -38,6 +38,7 @@ from foreglance.settings import Settings
 from foreglance.verify import Verdict, verify
 
 log = logging.getLogger(__name__)
+BEST_DRAFTS = ("model", "mtp")  # what "auto" takes, the first that there is
 MAX_POINTS = 4  # checkpoints that a finished conversation keeps
 
 
@@ -70,6 +71,7 @@ class Engine:
         self.settings = settings or Settings()
         self.context = min(self.settings.context or target.spec.context, target.spec.context)
         self._prompter = prompter
+        self._draft_model = draft_model
         capacity = self.settings.slots * (self.context + 64)
         self._store = CacheStore(target.spec.caches, capacity)
         self._drafters = make_drafters(Surroundings(target, self._store, capacity), draft_model)
@@ -87,21 +89,24 @@ class Engine:
         model: str = "tiny-qwen",
         settings: Settings | None = None,
         instrument: Callable[[Ops], Ops] = lambda ops: ops,
+        draft_model: str | None = None,
     ) -> Engine:
         """Load an embedded model by name, a checkpoint folder, or a hub name (downloaded once).
 
-        `instrument` may wrap the operations, e.g. to time them. Raises `foreglance.models.base.ModelError`, which says
-        what is wrong with the checkpoint.
+        `instrument` may wrap the operations, e.g. to time them. `draft_model` names a second model, of the same
+        vocabulary, that drafts. Raises `foreglance.models.base.ModelError`, which says what is wrong with a checkpoint
+        or a pair of them.
         """
         settings = settings or Settings()
         loaded = load_model(model, settings, instrument)
         target = loaded.target
         prompter = Prompter(loaded.tokenizer, target.spec.image_token, target.spec.rule, target.prepare)
-        return cls(target, prompter, settings, loaded.self_test)
+        second = None if draft_model is None else load_second(draft_model, settings, loaded, instrument)
+        return cls(target, prompter, settings, loaded.self_test, second)
 
     def with_target(self, target: Target) -> Engine:
         """A fresh engine over another target with the same prompts, e.g. this one's wrapped for measuring."""
-        return Engine(target, self._prompter, self.settings, self.self_test)
+        return Engine(target, self._prompter, self.settings, self.self_test, self._draft_model)
 
     def add(self, request: Request) -> str:
         """Queue a request. Raises `RequestError` before any work if it cannot be served."""
@@ -161,16 +166,20 @@ class Engine:
         if wanted == "none" or depth == 0:
             wanted, off = "none", "drafts were switched off" if wanted == "none" else "depth 0 was asked for"
         elif wanted == "auto":
-            wanted = "mtp" if "mtp" in self._drafters else "none"
+            wanted = next((kind for kind in BEST_DRAFTS if kind in self._drafters), "none")
             off = (
                 None
-                if wanted == "mtp"
+                if wanted != "none"
                 else f"the checkpoint of {self.target.spec.name} has no draft head (no mtp.* tensors)"
             )
         elif wanted not in self._drafters:
+            lacking = (
+                "the engine was given no second model"
+                if wanted == "model"
+                else f"the checkpoint of {self.target.spec.name} has no such head"
+            )
             raise RequestError(
-                f"draft {wanted!r} was asked for, but the checkpoint of {self.target.spec.name} has no such head; "
-                'use "ngram" or "none"',
+                f'draft {wanted!r} was asked for, but {lacking}; use "ngram" or "none"',
                 param="draft",
                 code="draft_unavailable",
             )

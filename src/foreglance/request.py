@@ -16,7 +16,7 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Depth = int | Literal["auto"]
 
-DRAFT_KINDS = ("auto", "none", "mtp", "ngram")
+DRAFT_KINDS = ("auto", "none", "mtp", "ngram", "model")
 IMAGE_POLICIES = ("see", "skip", "placeholder", "gap")
 MAX_DEPTH = 15
 _ids = itertools.count()
@@ -113,8 +113,9 @@ class SamplingParams:
 class Speculation:
     """Which drafter guesses ahead, how deep, and what it gets for an image row.
 
-    `draft` "auto" takes the model's own MTP head if it has one. `depth` "auto" goes as deep as pays. `images` is the
-    policy of `drafters.rows`; "gap" exists for measurements only.
+    `draft` "auto" takes the second model that the engine was given ("model"), else the target's own MTP head. `depth`
+    "auto" goes as deep as pays. `images` is the policy of `drafters.rows`; "gap" exists for measurements only, and a
+    second model sees no images.
     """
 
     draft: str = "auto"
@@ -226,12 +227,14 @@ class Token:
 
 @dataclass(frozen=True)
 class DraftReport:
-    """What drafted for a request. `off_because` says in words why nothing did, else None."""
+    """What drafted for a request. `off_because` says in words why nothing did, else None; `model` names the second
+    model, if one drafted."""
 
     kind: str
     depth: Depth
     images: str
     off_because: str | None = None
+    model: str | None = None
 
 
 @dataclass(frozen=True)

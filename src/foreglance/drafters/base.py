@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -118,3 +119,21 @@ def check_pair(target: ModelSpec, head: HeadSpec) -> None:
                 f"the draft head ({head.family}, {word} {theirs}) cannot draft for target {target.name} "
                 f"({target.family}, {word} {ours}): the {word} must be equal"
             )
+
+
+def check_vocabulary(target: str, ours: Mapping[str, int], draft: str, theirs: Mapping[str, int]) -> None:
+    """Refuse, in one sentence that names both sides, a draft model whose token ids mean other tokens. Both sides are
+    tokenizers' words with their ids; how far a model pads its vocabulary beyond them does not matter."""
+    if ours == theirs:
+        return
+    ours_by_id, theirs_by_id = ({id: word for word, id in words.items()} for words in (ours, theirs))
+    ids = sorted(ours_by_id.keys() | theirs_by_id.keys())
+    first = next((id for id in ids if ours_by_id.get(id) != theirs_by_id.get(id)), ids[0])
+    raise ModelError(
+        f"{draft} ({len(theirs)} tokens, id {first} is {_word(theirs_by_id, first)}) cannot draft for target {target} "
+        f"({len(ours)} tokens, id {first} is {_word(ours_by_id, first)}): their vocabularies must be equal"
+    )
+
+
+def _word(by_id: Mapping[int, str], id: int) -> str:
+    return repr(by_id[id]) if id in by_id else "no token"

@@ -5,14 +5,22 @@ A new kind of drafter is one file in this folder and one line here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from foreglance.cache.store import CacheStore
-from foreglance.drafters.base import Drafter, NoDraft, check_pair
+from foreglance.drafters.base import Drafter, NoDraft, check_pair, check_vocabulary
+from foreglance.drafters.independent import IndependentDrafter
 from foreglance.drafters.mtp import MtpDrafter
 from foreglance.drafters.ngram import NgramDrafter
 from foreglance.models.base import Target
+from foreglance.models.registry import Loaded, load_model, load_tokenizer
+from foreglance.models.weights import find_model
+from foreglance.ops.base import Ops
+from foreglance.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ DrafterFactory = Callable[[Surroundings], Drafter]
 
 
 def make_drafters(around: Surroundings, second: DrafterFactory | None = None) -> dict[str, Drafter]:
-    """Drafters by kind. `second` makes the drafter of a model that was named with `--draft MODEL`."""
+    """Drafters by kind. `second` makes the drafter of a second model, see `load_second`."""
     drafters: list[Drafter] = [NoDraft(), NgramDrafter()]
     head = around.target.head
     if head is not None:
@@ -38,3 +46,20 @@ def make_drafters(around: Surroundings, second: DrafterFactory | None = None) ->
     if second is not None:
         drafters.append(second(around))
     return {drafter.kind: drafter for drafter in drafters}
+
+
+def load_second(name: str, settings: Settings, target: Loaded, instrument: Callable[[Ops], Ops]) -> DrafterFactory:
+    """A second model as the draft of `target`: any supported text decoder with the same vocabulary, which is checked
+    before weights are read."""
+    folder, spec = find_model(name), target.target.spec
+    check_vocabulary(spec.name, target.tokenizer.get_vocab(), folder.name, load_tokenizer(folder).get_vocab())
+    draft = load_model(name, settings, instrument).target
+    if draft.spec.context < spec.context:
+        log.warning(
+            "draft %s holds %d rows, target %s %d: no drafts beyond them",
+            draft.spec.name,
+            draft.spec.context,
+            spec.name,
+            spec.context,
+        )
+    return lambda around: IndependentDrafter(draft, spec.vocab_size, around.capacity)

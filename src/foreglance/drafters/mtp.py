@@ -14,16 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreglance.batch import TILE, Batch, Part, pack
+from foreglance.batch import TILE, InputSpec, Part
 from foreglance.cache.store import CacheStore
 from foreglance.drafters.base import Memory, Settled
+from foreglance.drafters.chains import Chain, ChainRunner, must_catch_up
 from foreglance.drafters.rows import RowMap
 from foreglance.models.base import DraftHead
 from foreglance.request import MAX_DEPTH
-from foreglance.sampling import pick
 from foreglance.sequence import Sequence
-
-MAX_WAITING = 256  # committed rows that may wait for their draft rows while nothing is drafted
 
 
 @dataclass
@@ -65,16 +63,6 @@ class Lane:
         return states[:count]
 
 
-@dataclass
-class Chain:
-    """One sequence's guesses in this round: the state that the next depth is fed, and the tokens so far."""
-
-    lane: Lane
-    depth: int
-    hidden: Tensor
-    tokens: list[int] = field(default_factory=list)
-
-
 class MtpDrafter:
     """A `DraftHead` as a drafter. All sequences share one policy per request and one batch per forward."""
 
@@ -87,6 +75,7 @@ class MtpDrafter:
         self._head = head
         self._row_map = row_map
         self._store = CacheStore(head.spec.caches, capacity)
+        self._runner = ChainRunner(head, self._store, head.spec.vocab_size)
         self._lanes: dict[int, Lane] = {}
         self.stores = (self._store,)
 
@@ -126,40 +115,24 @@ class MtpDrafter:
         for one in settled:
             self._lanes[one.sequence.id].receive(one)
         # 2. who must catch up now: those that draft, those in prefill, and those that waited long
-        due = [one for one in settled if one.depth or self._must_catch_up(self._lanes[one.sequence.id])]
+        due = [one for one in settled if one.depth or self._must_catch_up(one.sequence)]
+        inputs = self._inputs(due)
         # 3. catch up and make the first guess in one batch
-        chains = self._catch_up(due)
-        # 4. deeper guesses, one row per sequence and depth, on rows that are given back
-        marks = {chain.lane.sequence.id: self._store.checkpoint(chain.lane.sequence.id) for chain in chains}
-        while alive := [chain for chain in chains if len(chain.tokens) < chain.depth]:
-            self._deepen(alive)
+        parts = [self._due_part(self._lanes[one.sequence.id], one.depth) for one in due]
+        wanted = {one.sequence.id: one for one in due}
+        chains = self._runner.begin([part for part in parts if part is not None], wanted, inputs)
+        # 4. deeper guesses, on rows that are given back
+        marks = {chain.sequence.id: self._store.checkpoint(chain.sequence.id) for chain in chains}
+        self._runner.grow(chains, self._next_part, inputs)
         for sequence, mark in marks.items():
             self._store.restore(sequence, mark)
-        return {chain.lane.sequence.id: tuple(chain.tokens) for chain in chains}
+        return {chain.sequence.id: tuple(chain.tokens) for chain in chains}
 
-    def _must_catch_up(self, lane: Lane) -> bool:
-        if lane.sequence.finish is not None:
-            return False
-        return lane.sequence.in_prefill or not lane.sequence.counters.steps or lane.num_waiting > MAX_WAITING
+    def _must_catch_up(self, sequence: Sequence) -> bool:
+        return must_catch_up(sequence, self._lanes[sequence.id].num_waiting)
 
-    def _catch_up(self, due: Many[Settled]) -> list[Chain]:
-        parts, wanted = [], {}
-        for one in due:
-            lane = self._lanes[one.sequence.id]
-            part = self._due_part(lane, one.depth)
-            if part is not None:
-                parts.append(part)
-                wanted[one.sequence.id] = one.depth
-        if not parts:
-            return []
-        batch, hidden = self._forward(parts)
-        last = hidden[batch.scored]
-        owners = [part for part in batch.parts if part.num_scored]
-        chains = [
-            Chain(self._lanes[part.sequence], wanted[part.sequence], last[i : i + 1]) for i, part in enumerate(owners)
-        ]
-        self._guess(chains, last)
-        return chains
+    def _inputs(self, due: Many[Settled]) -> InputSpec:
+        return self._head.spec.inputs(not any(one.sequence.request.speculation.images == "gap" for one in due))
 
     def _due_part(self, lane: Lane, depth: int) -> Part | None:
         first, ready = lane.first, lane.ready
@@ -184,45 +157,17 @@ class MtpDrafter:
             in_image=rows.in_image,
         )
 
-    def _deepen(self, chains: Many[Chain]) -> None:
-        parts = [self._chain_part(chain) for chain in chains]
-        _, hidden = self._forward(parts)
-        for i, chain in enumerate(chains):
-            chain.hidden = hidden[i : i + 1]
-        self._guess(chains, hidden)
-
-    def _chain_part(self, chain: Chain) -> Part:
+    def _next_part(self, chain: Chain) -> Part:
         """The row after the last: input is the last guess, state is the head's own."""
-        sequence = chain.lane.sequence.id
+        sequence = chain.sequence.id
         row = self._store[sequence].rows
         return Part(
             sequence,
             np.array(chain.tokens[-1:], np.int64),
             np.zeros(1, bool),
-            chain.lane.map.positions(row, row + 1),
+            self._lanes[sequence].map.positions(row, row + 1),
             1,
             False,
             None,
             chain.hidden,
         )
-
-    def _forward(self, parts: Many[Part]) -> tuple[Batch, Tensor]:
-        strict = not any(self._lanes[part.sequence].sequence.request.speculation.images == "gap" for part in parts)
-        batch = pack(parts, self._head.spec.inputs(strict), self._store.held())
-        for part in batch.parts:
-            self._store.reserve(part.sequence, part.num_rows)
-        hidden = self._head.forward(batch, {part.sequence: self._store[part.sequence] for part in batch.parts})
-        for part in batch.parts:
-            self._store.commit(part.sequence, part.num_rows, part.positions.at(-1))
-        return batch, hidden
-
-    def _guess(self, chains: Many[Chain], hidden: Tensor) -> None:
-        """Pick with the target's own rule and noise: that is what makes a sampled guess worth something."""
-        if not chains:
-            return
-        logits = self._head.logits(hidden).numpy()
-        for row, chain in zip(logits, chains, strict=True):
-            sequence = chain.lane.sequence
-            generated = (*sequence.generated, *chain.tokens)
-            prompt = sequence.rows.token_ids if sequence.request.sampling.repetition_penalty != 1 else ()
-            chain.tokens.append(pick(row, sequence.request.sampling, len(generated), prompt, generated))

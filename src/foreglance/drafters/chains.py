@@ -1,0 +1,108 @@
+"""What drafters with rows of their own share: rows through their model, and guesses that grow token by token.
+
+Owns the loop. Which rows a sequence still owes, and what becomes of rows made from guesses, is the drafter's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from foreglance.batch import Batch, InputSpec, Part, pack
+from foreglance.cache.store import CacheStore
+from foreglance.drafters.base import Settled
+from foreglance.models.base import Caches
+from foreglance.sampling import pick
+from foreglance.sequence import Sequence
+
+MAX_WAITING = 256  # committed rows that may wait for their draft rows while nothing is drafted
+
+
+class ChainModel(Protocol):
+    """What is run: a draft head or a whole model."""
+
+    def forward(self, batch: Batch, caches: Caches) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass
+class Chain:
+    """One sequence's guesses in this round; `hidden` [1, h] is the model's state of its last row."""
+
+    sequence: Sequence
+    depth: int
+    hidden: Tensor
+    tokens: list[int] = field(default_factory=list)
+
+
+def must_catch_up(sequence: Sequence, num_waiting: int) -> bool:
+    """Whether a sequence that does not draft now must still compute its rows: in prefill, so that a checkpoint has
+    them, and after a long wait."""
+    if sequence.finish is not None:
+        return False
+    return sequence.in_prefill or not sequence.counters.steps or num_waiting > MAX_WAITING
+
+
+class ChainRunner:
+    """Runs a model over a store for many sequences in one batch. `vocab_size` is the target's."""
+
+    def __init__(self, model: ChainModel, store: CacheStore, vocab_size: int):
+        self._model, self._store, self._vocab_size = model, store, vocab_size
+
+    def forward(self, parts: Many[Part], inputs: InputSpec) -> tuple[Batch, Tensor]:
+        """Compute rows and keep them all."""
+        batch = pack(parts, inputs, self._store.held())
+        for part in batch.parts:
+            self._store.reserve(part.sequence, part.num_rows)
+        hidden = self._model.forward(batch, {part.sequence: self._store[part.sequence] for part in batch.parts})
+        for part in batch.parts:
+            self._store.commit(part.sequence, part.num_rows, part.positions.at(-1))
+        return batch, hidden
+
+    def begin(self, parts: Many[Part], wanted: Mapping[int, Settled], inputs: InputSpec) -> list[Chain]:
+        """Catch up with what was committed; parts with a scored row begin a chain with its first guess."""
+        if not parts:
+            return []
+        batch, hidden = self.forward(parts, inputs)
+        owners = [wanted[part.sequence] for part in batch.parts if part.num_scored]
+        last = hidden[batch.scored]
+        chains = [Chain(one.sequence, one.depth, last[i : i + 1]) for i, one in enumerate(owners)]
+        self._guess(chains, last)
+        return chains
+
+    def grow(self, chains: Many[Chain], next_part: Callable[[Chain], Part], inputs: InputSpec) -> None:
+        """Deeper guesses, one row per sequence and depth."""
+        while alive := [chain for chain in chains if len(chain.tokens) < chain.depth]:
+            _, hidden = self.forward([next_part(chain) for chain in alive], inputs)
+            for i, chain in enumerate(alive):
+                chain.hidden = hidden[i : i + 1]
+            self._guess(alive, hidden)
+
+    def _guess(self, chains: Many[Chain], hidden: Tensor) -> None:
+        if chains:
+            extend(chains, fit(self._model.logits(hidden).numpy(), self._vocab_size))
+
+
+def extend(chains: Many[Chain], logits: np.ndarray) -> None:
+    """One more guess for each chain from its row of logits [n, vocab], picked with the target's own rule and noise:
+    that is what makes a sampled guess worth something."""
+    for row, chain in zip(logits, chains, strict=True):
+        sequence = chain.sequence
+        generated = (*sequence.generated, *chain.tokens)
+        prompt = sequence.rows.token_ids if sequence.request.sampling.repetition_penalty != 1 else ()
+        chain.tokens.append(pick(row, sequence.request.sampling, len(generated), prompt, generated))
+
+
+def fit(logits: np.ndarray, vocab_size: int) -> np.ndarray:
+    """[n, v] -> [n, vocab_size]: a model that pads its vocabulary otherwise never guesses what the target lacks, and
+    has no chance for what it lacks itself."""
+    lacking = vocab_size - logits.shape[1]
+    if lacking <= 0:
+        return logits[:, :vocab_size]
+    return np.pad(logits, ((0, 0), (0, lacking)), constant_values=-np.inf)
