@@ -73,3 +73,30 @@ class Acceptance:
         """Tokens gained by a step that verifies `depth` guesses: one and the run of guesses that stand."""
         chances = [math.prod(self.at(d) for d in range(1, upto + 1)) for upto in range(1, depth + 1)]
         return 1 + sum(chances)
+
+
+class Alarm:
+    """Notices a drafter whose first guesses hardly ever stand: nearly always a wrong pairing of states, positions or
+    weights, and never an error by itself. Says so once."""
+
+    ROUNDS, FLOOR = 100, 0.05
+
+    def __init__(self) -> None:
+        self._tried = 0
+        self._stood = 0
+        self._said = False
+
+    def add(self, drafted: int, accepted: int) -> None:
+        if drafted:
+            self._tried += 1
+            self._stood += accepted > 0
+
+    def message(self, kind: str) -> str | None:
+        """The warning, the first time that there is reason for it."""
+        if self._said or self._tried < self.ROUNDS or self._stood >= self.FLOOR * self._tried:
+            return None
+        self._said = True
+        return (
+            f"drafter {kind}: only {self._stood} of {self._tried} first guesses stood. The text is right all the same, "
+            "but drafts cost time here; check that draft weights and target belong together, or switch drafts off"
+        )
