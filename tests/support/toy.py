@@ -77,7 +77,10 @@ class Stack:
     def __init__(self, kinds: Sequence[str], rule, generator: torch.Generator):
         self.ops = toy_ops()
         self._kinds = tuple(kinds)
-        draw = lambda *shape: torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
         widths = {"full": 2 * HIDDEN, "sliding": 2 * HIDDEN, "recurrent": 6 * SIZE + 4}
         outs = {"full": HIDDEN, "sliding": HIDDEN, "recurrent": 2 * SIZE}
         self._in = [self.ops.pack_linear(2 * draw(widths[kind], HIDDEN)) for kind in kinds]

@@ -1,4 +1,4 @@
-"""Drafts never change a token: every drafter, shape of prompt, depth, temperature and batch against drafts off, alone."""
+"""Drafts never change a token: every drafter, prompt, depth, temperature and batch against drafts off, alone."""
 
 from functools import lru_cache
 
