@@ -65,7 +65,8 @@ class DepthControl:
 
     @property
     def is_off(self) -> bool:
-        return self.wanted == "auto" and self.resting > 0
+        """A probe between two pauses does not end it."""
+        return self.wanted == "auto" and self.pause > FIRST_PAUSE
 
     def learn(self, drafted: int, accepted: int) -> None:
         if drafted:
