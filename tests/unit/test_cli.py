@@ -25,6 +25,9 @@ from foreglance.settings import Settings
 
 SCENE = str(Path(foreglance.__file__).parent / "assets" / "scene.png")
 
+# A fixed depth: how deep "auto" goes depends on how busy the machine is.
+DESCRIBE = ("generate", "--image", SCENE, "--prompt", "Describe the image.", "--max-tokens", 40, "--depth", 3)
+
 
 def call(*arguments, stdin=None):
     return CliRunner().invoke(app, [str(a) for a in arguments], input=stdin)
@@ -48,7 +51,7 @@ def python(code: str, **environment) -> str:
 
 @pytest.fixture(scope="module")
 def described() -> dict:
-    return answer("generate", "--image", SCENE, "--prompt", "Describe the image.", "--max-tokens", 40)
+    return answer(*DESCRIBE)
 
 
 # ---------------------------------------------------------------- start-up
@@ -178,14 +181,14 @@ def test_generate_gives_every_promised_number(described):
         "acceptance_by_depth", "steps", "ttft_ms", "tokens_per_second", "draft",
     }  # fmt: skip
     assert promised <= described.keys()
-    assert described["draft"] == {"kind": "mtp", "depth": "auto", "images": "see", "off_because": None}
+    assert described["draft"] == {"kind": "mtp", "depth": 3, "images": "see", "off_because": None}
     assert described["image_rows"] == 16 and described["prompt_tokens"] > 16
     assert 0 < described["accepted"] <= described["drafted"]
     assert len(described["token_ids"]) == 1 + described["steps"] + described["accepted"]
 
 
 def test_stdout_is_the_text_alone_and_statistics_go_to_stderr(described):
-    plain = call("generate", "--image", SCENE, "--prompt", "Describe the image.", "--max-tokens", 40)
+    plain = call(*DESCRIBE)
     assert plain.exit_code == 0
     assert plain.stdout == described["text"] + "\n"
     assert "tokens/s" in plain.stderr and "drafts accepted" in plain.stderr
