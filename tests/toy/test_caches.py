@@ -1,4 +1,4 @@
-"""A kept row is a row: after `commit(keep)` every layer goes on bit for bit as if only the kept prefix had ever been."""
+"""After `commit(keep)` every layer goes on bit for bit as if only the kept prefix had ever been."""
 
 import numpy as np
 import pytest

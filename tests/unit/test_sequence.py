@@ -1,0 +1,169 @@
+"""One request's state: stop strings, ends, and what is derived from its rows."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreglance.prompt import ImageInput, MRope, make_rows
+from foreglance.request import Request, SamplingParams
+from foreglance.sequence import Sequence, StopStrings
+from foreglance.verify import Verdict, verify
+
+words = st.text("ab", max_size=12)
+stops = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple)
+END = 99
+
+
+def through(stop_strings, pieces):
+    stops, out = StopStrings(stop_strings), ""
+    for piece in pieces:
+        text, found = stops.push(piece)
+        out += text
+        if found:
+            return out, True
+    return out + stops.flush(), False
+
+
+@given(words, stops, st.data())
+def test_the_text_before_a_stop_string_does_not_depend_on_how_it_arrives(text, stop_strings, data):
+    """Of two stop strings the one that is complete first counts: in one piece it once was the one that began first."""
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))) | {0, len(text)})
+    pieces = [text[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    singly = through(stop_strings, text)
+    assert through(stop_strings, pieces) == singly
+    ends = [text.find(stop) + len(stop) for stop in stop_strings if stop in text]
+    assert singly[1] == bool(ends)
+    if ends:
+        longest = max((s for s in stop_strings if s in text and text.find(s) + len(s) == min(ends)), key=len)
+        assert singly[0] == text[: min(ends) - len(longest)]
+    else:
+        assert singly[0] == text
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back():
+    stops = StopStrings(("END",))
+    assert stops.push("the E") == ("the ", False)
+    assert stops.push("N") == ("", False)
+    assert stops.push("E") == ("EN", False)
+    assert stops.flush() == "E"
+
+
+def sequence_of(ids=(1, 2, 3), images=(), context=100, **sampling):
+    request = Request.from_prompt("-", sampling=SamplingParams(**sampling))
+    rows = make_rows(ids, 9, images, MRope())
+    return Sequence(
+        0, request, rows, MRope(), frozenset({END}), lambda t: "".join(chr(97 + i % 26) for i in t), context
+    )
+
+
+@given(st.integers(1, 9), st.lists(st.sampled_from([4, 5, END]), min_size=1, max_size=8), st.booleans())
+def test_a_limited_verdict_is_what_is_taken(max_tokens, picks, ignore_eos):
+    """`limit` decides what is committed and `take` what is said: they must agree."""
+    sequence = sequence_of(max_tokens=max_tokens, stop=("fff",), ignore_eos=ignore_eos)
+    sequence.advance(3)
+    verdict = sequence.limit(verify(picks[:-1], picks))
+    event = sequence.take(verdict)
+    assert tuple(token.id for token in event.tokens) == verdict.tokens
+    assert verdict.keep == len(verdict.tokens) <= max_tokens
+    assert sequence.committed == 3 + len(verdict.tokens) - 1
+    ends = (not ignore_eos and END in verdict.tokens) or len(verdict.tokens) == max_tokens or "fff" in decode(picks)
+    assert (event.result is not None) == (sequence.finish is not None)
+    assert sequence.finish is None or ends
+
+
+def decode(tokens):
+    return "".join(chr(97 + i % 26) for i in tokens)
+
+
+def test_an_end_of_text_behind_accepted_drafts_is_the_last_row():
+    sequence = sequence_of(max_tokens=9)
+    sequence.advance(3)
+    verdict = sequence.limit(verify([4, END, 5, 6], [4, END, 5, 6, 7]))
+    assert (verdict.keep, verdict.tokens, verdict.accepted) == (2, (4, END), 2)
+    event = sequence.take(verdict)
+    assert event.result.finish_reason == "stop"
+    assert event.result.text == "e"
+
+
+def test_a_stop_string_cuts_what_is_committed():
+    """Rows behind it were once committed if drafts had reached them."""
+    sequence = sequence_of(max_tokens=9, stop=("fg",))
+    sequence.advance(3)
+    verdict = sequence.limit(verify([4, 5, 6, 7], [4, 5, 6, 7, 8]))
+    assert verdict.tokens == (4, 5, 6)
+    event = sequence.take(verdict)
+    assert (event.result.text, event.result.finish_reason) == ("e", "stop")
+
+
+def test_the_first_token_is_the_targets_own_whatever_the_prompt_was():
+    sequence = sequence_of()
+    sequence.advance(3)
+    event = sequence.take(Verdict(3, (4,)))
+    assert event.tokens[0].depth == 0
+    assert [t.depth for t in sequence.take(verify([5, 6], [5, 6, 7])).tokens] == [1, 2, 0]
+    assert [t.depth for t in sequence.take(verify([5, 6], [5, 7])).tokens] == [1, 0]
+    assert sequence.counters.drafted[:3] == [2, 2, 0] and sequence.counters.accepted[:3] == [2, 1, 0]
+
+
+def test_length_is_the_requests_or_what_the_context_leaves():
+    for max_tokens, context, want in ((5, 100, 5), (50, 10, 7)):
+        sequence = sequence_of(max_tokens=max_tokens, context=context)
+        sequence.advance(3)
+        assert sequence.wanted == want
+        sequence.take(sequence.limit(verify([4] * 20, [4] * 21)))
+        assert (len(sequence.generated), sequence.finish) == (want, "length")
+
+
+@given(st.integers(1, 9), st.integers(1, 12))
+def test_prompt_chunks_end_on_the_absolute_grid(grid, num_rows):
+    sequence = sequence_of(range(10, 10 + num_rows))
+    borders = []
+    while sequence.in_prefill:
+        start, stop = sequence.next_chunk(grid, False)
+        assert start == sequence.prefilled < stop
+        borders.append(stop)
+        sequence.advance(stop - start)
+    assert borders == [*range(grid, num_rows, grid), num_rows]
+
+
+def test_a_chunk_of_a_family_with_whole_images_never_ends_inside_one():
+    images = (ImageInput("a", (2, 3)), ImageInput("b", (2, 2)))
+    sequence = sequence_of((1, 2, 9, 9, 3), images)
+    borders = []
+    while sequence.in_prefill:
+        borders.append(sequence.next_chunk(4, True)[1])
+        sequence.advance(borders[-1] - sequence.prefilled)
+    assert borders == [8, 12, 13]
+
+
+@given(st.integers(0, 12), st.integers(0, 12))
+def test_inputs_and_positions_run_on_from_prompt_to_answer(a, b):
+    sequence = sequence_of((1, 9, 3), (ImageInput("a", (2, 3)),))
+    sequence.advance(8)
+    sequence.generated += [30, 31, 32, 33]
+    start, stop = min(a, b), max(a, b)
+    ids = [1, *[9] * 6, 3, 30, 31, 32, 33]
+    tokens, image, offset = sequence.inputs(start, stop)
+    assert tokens.tolist() == ids[start:stop]
+    assert image.tolist() == [0 if 1 <= i <= 6 else -1 for i in range(start, stop)]
+    assert offset.tolist() == [i - 1 if 1 <= i <= 6 else 0 for i in range(start, stop)]
+    coords = [0, *[1] * 6, 4, 5, 6, 7, 8]
+    if stop > start:
+        assert sequence.positions(start, stop).coords[0].tolist() == coords[start:stop]
+
+
+def test_identities_cover_prompt_and_answer():
+    sequence = sequence_of((1, 9, 3), (ImageInput("a", (1, 2)),))
+    sequence.generated += [30, 31]
+    assert sequence.identities(5).tolist()[:1] == [1] and sequence.identities(5).tolist()[3:] == [3, 30]
+    assert (sequence.identities(5)[1:3] < 0).all() and np.array_equal(
+        sequence.identities(3), sequence.identities(5)[:3]
+    )
+
+
+def test_the_one_final_event_of_a_request_that_was_ended_from_outside():
+    event = sequence_of().end("error", "why")
+    assert event.tokens == () and event.result.finish_reason == "error" and event.result.error == "why"
+    with pytest.raises(AssertionError):
+        sequence_of().result()
