@@ -20,7 +20,7 @@ spans = st.lists(
 
 
 def reference(spans):
-    """Row by row: text counts up on all axes, an image spreads over height and width and moves on by its larger side."""
+    """Row by row: text counts up on all axes, an image spreads over two and moves on by its larger side."""
     rows, start = [], 0
     for span in spans:
         if span.grid is None:

@@ -1,5 +1,7 @@
 """One request's state: stop strings, ends, and what is derived from its rows."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,7 +31,7 @@ def through(stop_strings, pieces):
 def test_the_text_before_a_stop_string_does_not_depend_on_how_it_arrives(text, stop_strings, data):
     """Of two stop strings the one that is complete first counts: in one piece it once was the one that began first."""
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))) | {0, len(text)})
-    pieces = [text[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    pieces = [text[a:b] for a, b in pairwise(cuts)]
     singly = through(stop_strings, text)
     assert through(stop_strings, pieces) == singly
     ends = [text.find(stop) + len(stop) for stop in stop_strings if stop in text]
