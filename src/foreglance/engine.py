@@ -38,7 +38,7 @@ from foreglance.settings import Settings
 from foreglance.verify import Verdict, verify
 
 log = logging.getLogger(__name__)
-BEST_DRAFTS = ("model", "mtp")  # what "auto" takes, the first that there is
+BEST_DRAFTS = ("model", "assistant", "mtp")  # what "auto" takes, the first that there is
 MAX_POINTS = 4  # checkpoints that a finished conversation keeps
 
 
@@ -175,7 +175,7 @@ class Engine:
         elif wanted not in self._drafters:
             lacking = (
                 "the engine was given no second model"
-                if wanted == "model"
+                if wanted in ("model", "assistant")
                 else f"the checkpoint of {self.target.spec.name} has no such head"
             )
             raise RequestError(

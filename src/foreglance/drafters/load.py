@@ -14,8 +14,10 @@ from foreglance.drafters.base import Drafter, NoDraft, check_pair, check_vocabul
 from foreglance.drafters.independent import IndependentDrafter
 from foreglance.drafters.mtp import MtpDrafter
 from foreglance.drafters.ngram import NgramDrafter
+from foreglance.drafters.shared_cache import SharedCacheDrafter
+from foreglance.models import gemma4_assistant
 from foreglance.models.base import Target
-from foreglance.models.registry import Loaded, load_model, load_tokenizer
+from foreglance.models.registry import Loaded, auto_config, load_model, load_tokenizer, model_type_of
 from foreglance.models.weights import find_model
 from foreglance.ops.base import Ops
 from foreglance.settings import Settings
@@ -49,9 +51,12 @@ def make_drafters(around: Surroundings, second: DrafterFactory | None = None) ->
 
 
 def load_second(name: str, settings: Settings, target: Loaded, instrument: Callable[[Ops], Ops]) -> DrafterFactory:
-    """A second model as the draft of `target`: any supported text decoder with the same vocabulary, which is checked
-    before weights are read."""
+    """A second model as the draft of `target`: an assistant that was made for it, or any supported text decoder with
+    the same vocabulary. Whether they fit is checked before weights are read."""
     folder, spec = find_model(name), target.target.spec
+    if model_type_of(folder) == gemma4_assistant.FAMILY:
+        reader = gemma4_assistant.load(folder.name, folder, auto_config(folder), target.target)
+        return lambda around: SharedCacheDrafter(reader, around.target_store)
     check_vocabulary(spec.name, target.tokenizer.get_vocab(), folder.name, load_tokenizer(folder).get_vocab())
     draft = load_model(name, settings, instrument).target
     if draft.spec.context < spec.context:

@@ -79,14 +79,17 @@ def family_of(model_type: str) -> Family:
     raise ModelError(f"model_type {model_type!r} is not supported yet; supported are {known}")
 
 
+def model_type_of(folder: Path) -> str:
+    return json.loads((folder / "config.json").read_text()).get("model_type", "")
+
+
 def load_model(name: str, settings: Settings, instrument: Callable[[Ops], Ops] = lambda ops: ops) -> Loaded:
     """Load an embedded model, a folder or a hub name. Raises `ModelError` in words to act on.
 
     `instrument` may wrap the operations, e.g. to time them.
     """
     folder = find_model(name)
-    model_type = json.loads((folder / "config.json").read_text()).get("model_type", "")
-    family = family_of(model_type)
+    family = family_of(model_type_of(folder))
     config = family.read_config(folder)
     values = config.to_dict()
     text = values.get("text_config", values)
