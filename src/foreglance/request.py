@@ -16,7 +16,7 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Depth = int | Literal["auto"]
 
-DRAFT_KINDS = ("auto", "none", "mtp", "ngram", "model")
+DRAFT_KINDS = ("auto", "none", "mtp", "ngram", "model", "assistant")
 IMAGE_POLICIES = ("see", "skip", "placeholder", "gap")
 MAX_DEPTH = 15
 _ids = itertools.count()
@@ -113,9 +113,9 @@ class SamplingParams:
 class Speculation:
     """Which drafter guesses ahead, how deep, and what it gets for an image row.
 
-    `draft` "auto" takes the second model that the engine was given ("model"), else the target's own MTP head. `depth`
-    "auto" goes as deep as pays. `images` is the policy of `drafters.rows`; "gap" exists for measurements only, and a
-    second model sees no images.
+    `draft` "auto" takes the second model that the engine was given, else the target's own MTP head. A second model is
+    the "assistant" of a target whose cache it reads, images included, or any other "model", which sees no images.
+    `depth` "auto" goes as deep as pays. `images` is the policy of `drafters.rows`; "gap" exists for measurements only.
     """
 
     draft: str = "auto"
