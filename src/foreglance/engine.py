@@ -409,11 +409,11 @@ class Engine:
         self._forget(running)
 
     def _explain(self, running: Running) -> None:
-        """Say so while automatic depth stands at no drafts."""
+        """Say so while automatic depth stands at no drafts, or if the drafter has no more."""
         if running.drafter.kind != "none":
             chance = running.depth.acceptance.at(1)
             reason = f"drafting did not pay on this text (acceptance about {chance:.0%} at depth 1)"
-            off = reason if running.depth.is_off else None
+            off = running.sequence.undrafted or (reason if running.depth.is_off else None)
             running.sequence.report = replace(running.sequence.report, off_because=off)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:

@@ -82,6 +82,7 @@ class Sequence:
     draft      guesses that it carries into its next step
     prefilled  prompt rows in the cache
     embeds     image embeddings [rows, width] by image index, once computed
+    undrafted  why its drafter has no more guesses for it, in words; None: it has
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Sequence:
         self.rows = rows
         self.generated: list[int] = []
         self.draft: tuple[int, ...] = ()
+        self.undrafted: str | None = None
         self.prefilled = 0
         self.embeds: dict[int, Tensor] = {}
         self.counters = Counters()

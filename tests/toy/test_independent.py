@@ -239,6 +239,7 @@ def test_while_nothing_is_drafted_the_draft_rests_and_catches_up_later(monkeypat
     assert results[0].token_ids == alone("one image", "red", 0.0, 0, None, 60)
     resting = sum(watched.forwards_at[n] for n in watched.rest)
     assert resting == 0 if longest_wait == 256 else 2 <= resting <= 4
+    assert all(p.num_rows <= longest_wait for b in watched.forwards[2:] for p in b.parts if p.positions.at(0)[0] > 30)
     assert watched.forwards_at[24] >= 3 and sum(results[0].timings.accepted) > 0
 
 
@@ -311,7 +312,14 @@ def test_a_text_that_outgrows_the_draft_is_finished_without_it(context):
     for shape, salt, result in zip(("one image", "one row"), ("red", ""), results, strict=True):
         assert (result.error, result.draft.kind) == (None, "model")
         assert result.token_ids == alone(shape, salt, 0.0, 0)
+        outgrown = len(toy_text(shape, salt)) + 22 > context
+        assert (f"outgrew the {context} rows" in (result.draft.off_because or "")) == outgrown
     assert sum(results[1].timings.drafted) > 0
+
+
+def toy_text(shape, salt):
+    rows = prompt(shape, salt)[1]
+    return rows.token_ids[~rows.is_image]
 
 
 class OtherPadding:

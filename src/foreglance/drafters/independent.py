@@ -7,7 +7,6 @@ these tokens; else the cache goes back to where they part.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -22,8 +21,6 @@ from foreglance.models.base import Target
 from foreglance.prompt import Positions
 from foreglance.request import MAX_DEPTH
 from foreglance.sequence import Sequence
-
-log = logging.getLogger(__name__)
 
 
 class TextRows:
@@ -56,7 +53,6 @@ class Lane:
     text: TextRows
     guessed: list[int] = field(default_factory=list)
     marks: list[Checkpoint] = field(default_factory=list)
-    is_full: bool = False
 
     @property
     def ready(self) -> int:
@@ -106,7 +102,7 @@ class IndependentDrafter:
             self._settle(self._lanes[one.sequence.id])
         # 2. who must catch up now: those that draft, those in prefill, and those that waited long
         due = [self._within_context(one) for one in settled if one.depth or self._must_catch_up(one.sequence)]
-        due = [one for one in due if not self._lanes[one.sequence.id].is_full]
+        due = [one for one in due if one.sequence.undrafted is None]
         # 3. catch up and make the first guess in one batch; one that waited long does so in pieces
         while behind := [one for one in due if self._num_waiting(one.sequence.id) > MAX_WAITING]:
             self._runner.forward([self._part(one.sequence.id, MAX_WAITING, 0) for one in behind], self._spec.inputs)
@@ -135,9 +131,8 @@ class IndependentDrafter:
         """As deep as the draft's own context allows; a text that outgrew it is not drafted for any more."""
         lane = self._lanes[one.sequence.id]
         room = self._spec.context - lane.ready
-        if room < 0 and not lane.is_full:
-            lane.is_full = True
-            log.warning("%s: the text outgrew the %d rows of its draft", one.sequence.request.id, self._spec.context)
+        if room < 0:
+            one.sequence.undrafted = f"the text outgrew the {self._spec.context} rows of draft model {self._spec.name}"
         return replace(one, depth=max(0, min(one.depth, room + 1)))
 
     def _catch_up(self, due: Many[Settled]) -> list[Chain]:
