@@ -3,7 +3,7 @@
 it stopped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +68,9 @@ def count_shards(data: Path) -> int:
     return len(list(data.glob("train-*.npz")))
 
 
-def endless(data: Path, rows: int, seed: int, skip: int = 0) -> Iterator[Batch]:
+def endless(
+    data: Path, rows: int, seed: int, skip: int = 0, collate: Callable[[Shard, np.ndarray], Batch] = collate
+) -> Iterator[Batch]:
     """All shards in turn, without end; the first `skip` batches are left out."""
     num_shards = count_shards(data)
     turn = 0
