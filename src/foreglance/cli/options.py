@@ -15,10 +15,11 @@ from typing import Annotated, TypeVar, get_type_hints
 
 import typer
 
-from foreglance.request import DRAFT_KINDS, IMAGE_POLICIES, Message, Request, RequestError, SamplingParams, Speculation
+from foreglance.request import IMAGE_POLICIES, Message, Request, RequestError, SamplingParams, Speculation
 from foreglance.settings import Settings
 
 DEFAULT_MODEL = "tiny-qwen"
+DRAFTERS = ("auto", "none", "mtp", "ngram")  # those that need no second model
 POLICIES = tuple(policy for policy in IMAGE_POLICIES if policy != "gap")  # a hole is for measurements only
 MODEL, DRAFTS, SAMPLING = "Model", "Drafts (never change a token)", "Sampling"
 Options = TypeVar("Options")
@@ -84,19 +85,17 @@ class ModelOptions(JsonOption):
 class DraftOptions:
     """Who guesses ahead."""
 
-    draft: Annotated[str, _option("--draft", panel=DRAFTS, help=f"One of {', '.join(DRAFT_KINDS)}.")] = (
-        Speculation.draft
-    )
+    draft: Annotated[str, _option("--draft", panel=DRAFTS, help=f"One of {', '.join(DRAFTERS)}.")] = Speculation.draft
     depth: Annotated[str, _option("--depth", panel=DRAFTS, help="Guesses ahead: auto or a number.")] = Speculation.depth
     draft_images: Annotated[
         str, _option("--draft-images", panel=DRAFTS, help=f"What a draft gets for an image: {', '.join(POLICIES)}.")
     ] = Speculation.images
 
     def speculation(self) -> Speculation:
-        if self.draft not in DRAFT_KINDS:
+        if self.draft not in DRAFTERS:
             raise RequestError(
-                f"--draft {self.draft!r} is not in this release (no assistant models, no separate draft models yet); "
-                f"what works is {', '.join(DRAFT_KINDS)}",
+                f"--draft {self.draft!r} is not offered here (no assistant and no separate draft models yet); "
+                f"what works is {', '.join(DRAFTERS)}",
                 param="draft",
                 code="draft_unsupported",
             )
