@@ -34,6 +34,10 @@ def open_picture(source: ImageSource, max_pixels: int) -> Picture:
         raise
     except FileNotFoundError:
         raise RequestError(f"{name} does not exist", param="image", code="image_not_found") from None
+    except PIL.Image.DecompressionBombError as error:
+        raise RequestError(
+            f"{name} has too many pixels ({error}); scale it down", param="image", code="image_too_large"
+        ) from None
     except Exception as error:
         raise RequestError(
             f"{name} cannot be read as a picture ({type(error).__name__}: {error}); "
