@@ -99,11 +99,7 @@ def first_guesses(seen: Answered, guesses: np.ndarray, content: np.ndarray) -> t
 
 def load_head(captioner: Captioner, tensors: dict[str, torch.Tensor]) -> MtpHead:
     head = MtpHead(captioner.model.config.text_config)
-    named = {
-        name.removeprefix("mtp."): weight.float()
-        for name, weight in tensors.items()
-        if name.startswith("mtp.")
-    }
+    named = {name.removeprefix("mtp."): weight.float() for name, weight in tensors.items() if name.startswith("mtp.")}
     head.load_state_dict(named)
     return head.eval()
 
@@ -129,9 +125,7 @@ def _answered(captioner: Captioner, chat: list[dict], pictures: list) -> Answere
 
 def main(
     folder: Annotated[Path, typer.Option(help="The exported model.")],
-    head: Annotated[
-        list[Path] | None, typer.Option(help="More heads (.safetensors) to compare with its own.")
-    ] = None,
+    head: Annotated[list[Path] | None, typer.Option(help="More heads (.safetensors) to compare with its own.")] = None,
     images: int = 60,
     talks: int = 40,
     threads: int = 1,
@@ -164,15 +158,7 @@ def main(
                 pairs = [first_guesses(seen, g, content) for seen, g in zip(answered, guesses, strict=True)]
                 right, tells = (np.concatenate(column) for column in zip(*pairs, strict=True))
                 means = [
-                    float(
-                        np.mean(
-                            [
-                                k
-                                for seen, g in zip(answered, guesses, strict=True)
-                                for k in walk(seen, g, depth)
-                            ]
-                        )
-                    )
+                    float(np.mean([k for seen, g in zip(answered, guesses, strict=True) for k in walk(seen, g, depth)]))
                     for depth in range(1, DEPTH + 1)
                 ]
                 numbers = [
@@ -184,9 +170,7 @@ def main(
                 table.add_row(head_name, policy, group, *(f"{number:.3f}" for number in numbers))
                 report[f"{head_name}/{policy}/{group}"] = [round(float(number), 3) for number in numbers]
     Console(width=140).print(table)
-    lengths = {
-        group: sum(len(seen.ids) - seen.prompt_len for seen in answered) for group, answered in groups.items()
-    }
+    lengths = {group: sum(len(seen.ids) - seen.prompt_len for seen in answered) for group, answered in groups.items()}
     print(json.dumps({"answer tokens": lengths, **report}))
 
 

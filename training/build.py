@@ -35,25 +35,26 @@ def main(
     work: Annotated[Path, typer.Option(help="For data, checkpoints and features (1.5 GB).")] = ROOT / "work",
     out: Annotated[Path, typer.Option(help="The model folder.")] = EMBEDDED,
     skip_head: Annotated[Path, typer.Option(help="The control head's tensors.")] = SKIP_HEAD,
+    shards: Annotated[int, typer.Option(help="Shards of data; the last four also train the heads.")] = 44,
+    chats_per_shard: int = 4000,
+    vision_seconds: Annotated[float, typer.Option(help="Time for the vision tower alone.")] = 170,
     target_seconds: Annotated[float, typer.Option(help="Time for the target.")] = 3840,
     head_seconds: Annotated[float, typer.Option(help="Time for each of the two heads.")] = 600,
     threads: Annotated[int, typer.Option(help="Threads of the target's training.")] = 1,
 ) -> None:
     """Builds data, tower, target, features, both heads side by side, the model folder and the tables."""
     work = work.resolve()
-    data, vision, target, features = (
-        work / name for name in ("data", "vision.safetensors", "target.pt", "features")
-    )
+    data, vision, target, features = (work / name for name in ("data", "vision.safetensors", "target.pt", "features"))
     heads = {"see": work / "head-see.safetensors", "skip": work / "head-skip.safetensors"}
     began = time.monotonic()
 
     def done(what: str) -> None:
         console.rule(f"{what}: {time.monotonic() - began:.0f} s since the start")
 
-    run(start("prepare", data=data))
+    run(start("prepare", data=data, shards=shards, chats_per_shard=chats_per_shard))
     done("data")
     if not vision.exists():
-        run(start("warm_vision", out=vision, threads=threads))
+        run(start("warm_vision", out=vision, seconds=vision_seconds, threads=threads))
     done("vision tower")
     run(start("train_target", data=data, vision=vision, out=target, seconds=target_seconds, threads=threads))
     done("target")

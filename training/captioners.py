@@ -5,6 +5,7 @@ allows only five numbers of rows.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +40,7 @@ class PixelCaptioner(Captioner):
         flat = [image for each in images for image in each]
         pixels, layouts = self.pixels(flat) if flat else ({}, [])
         layouts = iter(layouts)
-        prompts = []
-        for chat in chats:
-            text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            ids = self.tokenizer(text, add_special_tokens=False).input_ids
-            prompts.append([token for i in ids for token in (next(layouts) if i == IMAGE_PAD else [i])])
-        ids = torch.tensor(prompts)
+        ids = torch.tensor([self._with_images(chat, layouts) for chat in chats])
         out = self.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -55,6 +51,15 @@ class PixelCaptioner(Captioner):
         end = self.tokenizer.eos_token_id
         answers = [row.tolist() for row in out[:, ids.shape[1] :]]
         return [answer[: answer.index(end)] if end in answer else answer for answer in answers]
+
+    def prompt_tokens(self, chat: list[dict], images: list[Image.Image]) -> list[int]:
+        """A chat as `answer` gives it to the model."""
+        return self._with_images(chat, iter(self.pixels(images)[1] if images else []))
+
+    def _with_images(self, chat: list[dict], layouts: Iterator[list[int]]) -> list[int]:
+        text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        return [token for i in ids for token in (next(layouts) if i == IMAGE_PAD else [i])]
 
     def more(self, ids: torch.Tensor) -> dict:
         return {}

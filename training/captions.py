@@ -240,8 +240,7 @@ def asked(rng: random.Random, prompt: str) -> str:
 
 def scene_as_text(scene: Scene) -> str:
     parts = [
-        f"{thing(item)}{'' if item.kind == 'shape' else ' in ' + item.colour} {item.position}"
-        for item in scene.items
+        f"{thing(item)}{'' if item.kind == 'shape' else ' in ' + item.colour} {item.position}" for item in scene.items
     ]
     return f"{scene.background} background; " + "; ".join(parts)
 
@@ -283,19 +282,13 @@ def _ask_place(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
 
 def _ask_what(rng: random.Random, scene: Scene) -> tuple[str, str]:
     covered = {item.cell + 1 for item in scene.items if item.kind == "word"}
-    cell = rng.choice(
-        [rng.choice(scene.items).cell, rng.choice(scene.items).cell, rng.randrange(len(POSITIONS))]
-    )
+    cell = rng.choice([rng.choice(scene.items).cell, rng.choice(scene.items).cell, rng.randrange(len(POSITIONS))])
     cell = cell - 1 if cell in covered else cell
     found = next((item for item in scene.items if item.cell == cell), None)
-    ask = say(
-        rng, "{what is|what do you see|which object is|what sits} at the $place@?", place=POSITIONS[cell]
-    )
+    ask = say(rng, "{what is|what do you see|which object is|what sits} at the $place@?", place=POSITIONS[cell])
     if found is None:
         return ask, say(rng, "{there is|I see|we find} nothing at the $place.", place=POSITIONS[cell])
-    return ask, say(
-        rng, "{there is|I see|we find} $thing at the $place.", thing=a_thing(found), place=POSITIONS[cell]
-    )
+    return ask, say(rng, "{there is|I see|we find} $thing at the $place.", thing=a_thing(found), place=POSITIONS[cell])
 
 
 def _ask_count(rng: random.Random, scene: Scene) -> tuple[str, str]:
@@ -317,16 +310,12 @@ def _ask_count(rng: random.Random, scene: Scene) -> tuple[str, str]:
     noun += "" if number == 1 else "s" if not noun.endswith("s") else "es"
     plural = f"{word}{'es' if word.endswith('s') else 's'}" if field == "shape" else f"{word} shapes"
     there = "{there is|I count|I see|we have}" if number == 1 else "{there are|I count|I see|we have}"
-    return f"How many {plural} are there@?", say(
-        rng, there + " $number $noun.", number=COUNTS[number], noun=noun
-    )
+    return f"How many {plural} are there@?", say(rng, there + " $number $noun.", number=COUNTS[number], noun=noun)
 
 
 def _ask_background(rng: random.Random, scene: Scene) -> tuple[str, str]:
     ask = "{what is the background color@?|what color is the background@?|which color is behind the shapes@?}"
-    return say(rng, ask), say(
-        rng, "{the background is|it is|the color is|I see} $ground.", ground=scene.background
-    )
+    return say(rng, ask), say(rng, "{the background is|it is|the color is|I see} $ground.", ground=scene.background)
 
 
 def _ask_colour(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
@@ -357,9 +346,7 @@ def _ask_writing(rng: random.Random, scene: Scene) -> tuple[str, str]:
     found = scene.writing
     ask = "{what text is written@?|what is written@?|is there any text@?|read the text@.|what does it say@?}"
     if found is None:
-        return say(rng, ask), say(
-            rng, "{no text is written|there is no text|I see no text|nothing is written}."
-        )
+        return say(rng, ask), say(rng, "{no text is written|there is no text|I see no text|nothing is written}.")
     answer = "the $thing {is written|is drawn|is printed|is shown} in $colour."
     return say(rng, ask), say(rng, answer, thing=thing(found), colour=found.colour)
 
@@ -447,9 +434,7 @@ def small_talk(rng: random.Random) -> tuple[str, str]:
             "$other."
         )
         other = rng.choice([name for name in COLOURS if name != colour])
-        return asked(rng, ask), _sentences(
-            say(rng, answer, colour=colour, fact=_COLOUR_FACTS[colour], other=other)
-        )
+        return asked(rng, ask), _sentences(say(rng, answer, colour=colour, fact=_COLOUR_FACTS[colour], other=other))
     return _exercise(rng)
 
 
@@ -481,11 +466,14 @@ def _sentences(text: str) -> str:
 
 
 class Chats:
-    """Draws chats for training. `seeds` are the scene seeds to draw from."""
+    """Draws chats for training. `seeds` are the scene seeds to draw from; `writing` is the share of scenes that are
+    chosen for their number or word, both equally often, rather than taken as they come.
+    """
 
-    def __init__(self, rng: random.Random, seeds: range = range(HELD_OUT_SEED)):
+    def __init__(self, rng: random.Random, seeds: range = range(HELD_OUT_SEED), writing: float = 0.0):
         self.rng = rng
         self.seeds = seeds
+        self.writing = writing
 
     def draw(self) -> list[Message]:
         """One chat of a random kind."""
@@ -503,8 +491,12 @@ class Chats:
         return messages
 
     def _scene(self) -> tuple[int, Scene]:
-        seed = self.rng.choice(self.seeds)
-        return seed, sample_scene(random.Random(seed))
+        wanted = self.rng.choice(("number", "word")) if self.writing and self.rng.random() < self.writing else None
+        while True:
+            seed = self.rng.choice(self.seeds)
+            scene = sample_scene(random.Random(seed))
+            if wanted is None or (scene.writing is not None and scene.writing.kind == wanted):
+                return seed, scene
 
     def _user(self, text: str, *seeds: int) -> Message:
         """A user's message; the images come before the text, and after it in one of four."""
@@ -543,9 +535,7 @@ class Chats:
         return self._turn(ask + scene_as_text(scene), caption(self.rng, scene))
 
     def _talk(self) -> list[Message]:
-        return [
-            message for _ in range(self.rng.randint(1, 3)) for message in self._turn(*small_talk(self.rng))
-        ]
+        return [message for _ in range(self.rng.randint(1, 3)) for message in self._turn(*small_talk(self.rng))]
 
     def _many_images(self, num_images: int | None = None) -> list[Message]:
         """Two or three images, in one message or one a turn, and what is said about each."""
@@ -562,9 +552,7 @@ class Chats:
         labelled = self.rng.random() < 0.4
         for i, (seed, _) in enumerate(drawn):
             if labelled:
-                content.append(
-                    {"type": "text", "text": f"Image {i + 1}: " if i == 0 else f" Image {i + 1}: "}
-                )
+                content.append({"type": "text", "text": f"Image {i + 1}: " if i == 0 else f" Image {i + 1}: "})
             content.append({"type": "image", "seed": seed})
         content.append({"type": "text", "text": first[0]})
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": first[1]}]
@@ -579,9 +567,7 @@ class Chats:
         which = "last" if i == len(drawn) - 1 and self.rng.random() < 0.25 else ORDINALS[i]
         noun = self.rng.choice(("image", "picture"))
         if self.rng.random() < 0.35:
-            ask = self.rng.choice(
-                (f"Describe the {which} {noun}.", f"What do you see in the {which} {noun}?")
-            )
+            ask = self.rng.choice((f"Describe the {which} {noun}.", f"What do you see in the {which} {noun}?"))
             return asked(self.rng, ask), caption(self.rng, scene)
         return question(self.rng, scene, f" in the {which} {noun}")
 

@@ -39,9 +39,7 @@ CAPTION_PROMPTS = (
     "Describe this picture.",
     "What is in the image?",
 )
-_THING = re.compile(
-    rf"(?:(small|large) ({'|'.join(INKS)}) ({'|'.join(SHAPES)})|(?:number|word) (\w+))", re.IGNORECASE
-)
+_THING = re.compile(rf"(?:(small|large) ({'|'.join(INKS)}) ({'|'.join(SHAPES)})|(?:number|word) (\w+))", re.IGNORECASE)
 _INK = re.compile(rf"in ({'|'.join(INKS)})\b")
 _PLACE = re.compile("|".join(sorted(POSITIONS, key=len, reverse=True)))
 _OPENING = re.compile(r"(\w+) shapes \w+ a (\w+)")
@@ -90,9 +88,7 @@ class Captioner:
 
 
 def chat_about(prompt: str, num_images: int = 1) -> list[dict]:
-    return [
-        {"role": "user", "content": [{"type": "image"}] * num_images + [{"type": "text", "text": prompt}]}
-    ]
+    return [{"role": "user", "content": [{"type": "image"}] * num_images + [{"type": "text", "text": prompt}]}]
 
 
 def read_caption(text: str) -> tuple[list[dict[str, str]], dict[str, str]]:
@@ -147,9 +143,7 @@ def told(text: str) -> list[str]:
         "nothing",
     }
     words = re.findall(r"[a-z]+|\d", text.lower())
-    return [
-        word.removesuffix("s") if word.removesuffix("s") in known else word for word in words if word in known
-    ]
+    return [word.removesuffix("s") if word.removesuffix("s") in known else word for word in words if word in known]
 
 
 def score_questions(captioner: Captioner, num: int, right: Counter, total: Counter) -> None:
@@ -200,9 +194,7 @@ def main(
         table.add_row(kind, str(right[kind]), str(total[kind]), f"{right[kind] / total[kind]:.3f}")
     console.print(table)
     shares = {kind: round(right[kind] / total[kind], 4) for kind in total}
-    print(
-        json.dumps({**shares, "caption tokens": [min(lengths), sum(lengths) // len(lengths), max(lengths)]})
-    )
+    print(json.dumps({**shares, "caption tokens": [min(lengths), sum(lengths) // len(lengths), max(lengths)]}))
 
 
 if __name__ == "__main__":

@@ -56,9 +56,7 @@ def main(
     data: Annotated[Path, typer.Option(help="Folder of prepare.")],
     target: Annotated[Path, typer.Option(help="Checkpoint of train_target.")],
     out: Annotated[Path, typer.Option(help="The model folder.")],
-    head: Annotated[
-        Path | None, typer.Option(help="Tensors of train_head; without it the head is random.")
-    ] = None,
+    head: Annotated[Path | None, typer.Option(help="Tensors of train_head; without it the head is random.")] = None,
 ) -> None:
     """Writes the folder in fp16, draft head included (transformers itself would leave `mtp.*` out)."""
     out.mkdir(parents=True, exist_ok=True)

@@ -90,7 +90,7 @@ def pixel_rows(images: np.ndarray) -> tuple[Tensor, Tensor]:
     blocks, each twice because a still picture counts as two frames.
     """
     n = len(images)
-    x = torch.from_numpy(np.ascontiguousarray(images)).float().div_(127.5).sub_(1).permute(0, 3, 1, 2)
+    x = torch.from_numpy(np.array(images)).float().div_(127.5).sub_(1).permute(0, 3, 1, 2)
     x = x.view(n, 3, GRID, MERGE_SIZE, PATCH_SIZE, GRID, MERGE_SIZE, PATCH_SIZE)
     x = x.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6).expand(-1, -1, -1, -1, -1, -1, 2, -1, -1)
     side = GRID * MERGE_SIZE
@@ -202,9 +202,7 @@ class MtpHead(nn.Module):
         residual = residual + self._attend(layer.self_attn, layer.input_layernorm(residual), rotary, earlier)
         return self.norm(residual + layer.mlp(layer.post_attention_layernorm(residual)))
 
-    def _attend(
-        self, attention: nn.Module, x: Tensor, rotary: tuple[Tensor, Tensor], earlier: list
-    ) -> Tensor:
+    def _attend(self, attention: nn.Module, x: Tensor, rotary: tuple[Tensor, Tensor], earlier: list) -> Tensor:
         b, t, _ = x.shape
         size = attention.head_dim
         query, gate = attention.q_proj(x).view(b, t, -1, 2 * size).chunk(2, dim=-1)

@@ -38,9 +38,7 @@ def chat_text(messages: list[Message], rows_per_image: int = ROWS_PER_IMAGE) -> 
 
 
 def image_seeds(messages: list[Message]) -> list[int]:
-    parts = [
-        part for message in messages if not isinstance(message["content"], str) for part in message["content"]
-    ]
+    parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
     return [part["seed"] for part in parts if part["type"] == "image"]
 
 
@@ -143,6 +141,9 @@ def main(
     shards: Annotated[int, typer.Option(help="Number of shards.")] = 40,
     chats_per_shard: int = 4000,
     vocab_size: Annotated[int, typer.Option(help="Upper limit; the closed vocabulary needs less.")] = 1536,
+    plain_shards: Annotated[int, typer.Option(help="First shards with scenes as they come.")] = 9,
+    plain_last_shards: Annotated[int, typer.Option(help="Last shards with scenes as they come.")] = 4,
+    writing_share: Annotated[float, typer.Option(help="Scenes chosen for their writing in the others.")] = 0.75,
     seed: int = 7,
 ) -> None:
     """Writes what is missing; finished files stay as they are."""
@@ -161,7 +162,8 @@ def main(
         Shard.write(held_out, [chats.draw() for _ in range(400)], encoder)
     for i in track(range(shards), "shards"):
         if not shard_path(data, i).exists():
-            chats = Chats(random.Random(f"{seed} {i}"))
+            writing = writing_share if plain_shards <= i < shards - plain_last_shards else 0.0
+            chats = Chats(random.Random(f"{seed} {i}"), writing=writing)
             Shard.write(shard_path(data, i), [chats.draw() for _ in range(chats_per_shard)], encoder)
     summary = Shard(shard_path(data, 0))
     facts = {

@@ -37,9 +37,7 @@ class HeadBatch:
     embedded: Tensor  # [b, n, hidden] input of the row
     hidden: Tensor  # [b, n, hidden] target's hidden state of the row before the input
     positions: Tensor  # [3, b, n]
-    truth: (
-        Tensor  # [b, n, hidden] target's hidden state of the input itself: what a first step should predict
-    )
+    truth: Tensor  # [b, n, hidden] target's hidden state of the input itself: what a first step should predict
     starts: Tensor  # [b, n] whether the row's input is said, so that drafting can start here
     said: Tensor  # [b, n] whether the token after the row's input is said
 
@@ -112,9 +110,7 @@ def main(
     data: Annotated[Path, typer.Option(help="Folder of prepare.")],
     features: Annotated[Path, typer.Option(help="Folder of cache_features.")],
     target: Annotated[Path, typer.Option(help="Checkpoint of train_target.")],
-    out: Annotated[
-        Path, typer.Option(help="The head's tensors (.safetensors); its checkpoint lies beside it.")
-    ],
+    out: Annotated[Path, typer.Option(help="The head's tensors (.safetensors); its checkpoint lies beside it.")],
     policy: Annotated[str, typer.Option(help="see, placeholder, skip or gap.")] = "see",
     seconds: Annotated[float, typer.Option(help="Training time, all starts together.")] = 540,
     steps: Annotated[int, typer.Option(help="Upper limit of steps.")] = 100_000,

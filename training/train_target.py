@@ -4,6 +4,8 @@ started again; the learning rate falls over steps or over time, whichever is nea
 """
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +19,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from foreglance.bench.scenes import BACKGROUNDS, COLOURS, COUNTS, SHAPES, SIZES, WORDS, position_words
-from training.batches import Batch, batch_plan, collate, endless
+from training import families
+from training.batches import Batch, batch_plan, collate
 from training.model import Target, batch_pictures
-from training.prepare import READ, SAY_CONTENT, VALIDATION, Shard
+from training.prepare import READ, VALIDATION, Shard
 from training.schedule import cosine, load_checkpoint, save_checkpoint, single_thread
 
 WORD_KINDS = {
@@ -33,6 +36,7 @@ WORD_KINDS = {
     "position": position_words(),
 }
 CONTENT_WEIGHT = 2.0
+WRITING_WEIGHT = 5.0
 
 
 def vocabulary_size(data: Path) -> int:
@@ -53,24 +57,30 @@ def token_kinds(data: Path) -> Tensor:
     return kinds
 
 
-def next_token_loss(target: Target, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def token_weights(kinds: Tensor) -> Tensor:
+    """The weight of every token id in the loss when it is said; digits and written words are rare and weigh most."""
+    weights = torch.where(kinds >= 0, CONTENT_WEIGHT, 1.0)
+    writing = [list(WORD_KINDS).index(name) for name in ("digit", "word")]
+    return torch.where(torch.isin(kinds, torch.tensor(writing)), WRITING_WEIGHT, weights)
+
+
+def next_token_loss(target: Target, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The weighted loss, the plain loss [n] of each token said, and whether it was the likeliest [n]."""
-    labels = batch.labels[:, 1:]
-    said = labels > READ
+    said = batch.labels[:, 1:] > READ
     logits = target.logits(batch.hidden(target)[:, :-1][said])
     truth = batch.ids[:, 1:][said]
     losses = F.cross_entropy(logits, truth, reduction="none")
-    weights = torch.where(labels[said] == SAY_CONTENT, CONTENT_WEIGHT, 1.0)
-    return (losses * weights).sum() / weights.sum(), losses.detach(), logits.argmax(-1) == truth
+    weight = weights[truth]
+    return (losses * weight).sum() / weight.sum(), losses.detach(), logits.argmax(-1) == truth
 
 
 @torch.no_grad()
-def validate(target: Target, shard: Shard, kinds: Tensor, rows: int = 3000) -> str:
+def validate(target: Target, shard: Shard, kinds: Tensor, rows: int = 3000, collate: Callable = collate) -> str:
     """Mean loss and the share right by kind of word, teacher-forced, on chats about unseen scenes."""
     losses, right, said_kinds = [], [], []
     for chats in batch_plan(shard.lengths, rows, np.random.default_rng(0)):
         batch = collate(shard, chats)
-        _, loss, hit = next_token_loss(target, batch)
+        _, loss, hit = next_token_loss(target, batch, torch.ones(len(kinds)))
         losses.append(loss)
         right.append(hit)
         said_kinds.append(kinds[batch.ids[:, 1:][batch.labels[:, 1:] > READ]])
@@ -82,9 +92,10 @@ def validate(target: Target, shard: Shard, kinds: Tensor, rows: int = 3000) -> s
 def make_optimizer(target: Target, learning_rate: float, vision_rate: float) -> torch.optim.AdamW:
     """AdamW; weight decay for matrices only, and a smaller rate for the vision tower, which already sees."""
     groups: dict[str, list] = {"matrices": [], "vectors": [], "vision": []}
+    seeing = {id(weight) for weight in target.vision.parameters()}
     for name, weight in target.named_parameters():
         plain = weight.ndim < 2 or "conv1d" in name
-        groups["vision" if ".visual." in name else "vectors" if plain else "matrices"].append(weight)
+        groups["vision" if id(weight) in seeing else "vectors" if plain else "matrices"].append(weight)
     return torch.optim.AdamW(
         [
             {"params": groups["matrices"], "peak": learning_rate, "weight_decay": 0.05},
@@ -98,8 +109,9 @@ def make_optimizer(target: Target, learning_rate: float, vision_rate: float) -> 
 
 def main(
     data: Annotated[Path, typer.Option(help="Folder of prepare.")],
-    vision: Annotated[Path, typer.Option(help="The tower of warm_vision.")],
     out: Annotated[Path, typer.Option(help="Checkpoint; a run that finds it goes on from it.")],
+    vision: Annotated[Path | None, typer.Option(help="The tower of warm_vision.")] = None,
+    family: Annotated[str, typer.Option(help="qwen, step, gemma or text.")] = "qwen",
     seconds: Annotated[float, typer.Option(help="Training time, all starts together.")] = 3300,
     steps: Annotated[int, typer.Option(help="Upper limit of steps.")] = 100_000,
     rows: Annotated[int, typer.Option(help="Padded rows a batch.")] = 2048,
@@ -114,13 +126,16 @@ def main(
     batch_pictures()
     torch.manual_seed(seed)
     console = Console(width=200)
-    target = Target(vocabulary_size(data))
-    target.vision.load_state_dict(load_file(vision))
+    target = families.family_module(family).Target(vocabulary_size(data))
+    if vision is not None:
+        target.vision.load_state_dict(load_file(vision))
     optimizer = make_optimizer(target, learning_rate, vision_rate)
     facts = load_checkpoint(out, target, optimizer)
     step, spent = int(facts.get("step", 0)), facts.get("spent", 0.0)
     kinds, unseen = token_kinds(data), Shard(data / f"{VALIDATION}.npz")
-    batches = endless(data, rows, seed, skip=step)
+    weights = token_weights(kinds)
+    batches = families.batches(family, data, rows, seed, step, vocabulary_size(data))
+    tell = partial(validate, target, unseen, kinds, collate=families.collate(family))
 
     start = time.monotonic() - spent
     last_save = last_line = time.monotonic()
@@ -129,7 +144,7 @@ def main(
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * cosine(step, max(step / steps, spent / seconds), warm_up=150)
         batch = next(batches)
-        loss, _, _ = next_token_loss(target, batch)
+        loss, _, _ = next_token_loss(target, batch, weights)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
@@ -146,12 +161,10 @@ def main(
             running, num_rows, last_line = [], 0, now
         if now - last_save > save_every:
             save_checkpoint(out, target, optimizer, step=step, spent=now - start)
-            console.print(f"{step} unseen: {validate(target, unseen, kinds)}", highlight=False)
+            console.print(f"{step} unseen: {tell()}", highlight=False)
             last_save = time.monotonic()
     save_checkpoint(out, target, optimizer, step=step, spent=time.monotonic() - start)
-    console.print(
-        f"{step} steps, {time.monotonic() - start:.0f} s: {validate(target, unseen, kinds)}", highlight=False
-    )
+    console.print(f"{step} steps, {time.monotonic() - start:.0f} s: {tell()}", highlight=False)
 
 
 if __name__ == "__main__":

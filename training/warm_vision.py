@@ -16,7 +16,6 @@ import typer
 from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
 from foreglance.bench.scenes import (
     BACKGROUNDS,
@@ -29,7 +28,8 @@ from foreglance.bench.scenes import (
     Scene,
     scene_from_seed,
 )
-from training.model import HIDDEN_SIZE, ROWS_PER_IMAGE, batch_pictures, make_config, pixel_rows
+from training.families import family_module
+from training.model import HIDDEN_SIZE, ROWS_PER_IMAGE, batch_pictures
 from training.schedule import cosine, single_thread
 
 KINDS = ("nothing", *SHAPES, "number", "word", "end of word")
@@ -109,6 +109,7 @@ def draw_batch(rng: random.Random, size: int, seeds: range, crowded: bool) -> tu
 
 def main(
     out: Annotated[Path, typer.Option(help="The tower's weights (.safetensors).")],
+    family: Annotated[str, typer.Option(help="qwen, step or gemma.")] = "qwen",
     seconds: Annotated[float, typer.Option(help="Time limit.")] = 170,
     steps: Annotated[int, typer.Option(help="Upper limit of steps.")] = 900,
     batch: int = 32,
@@ -121,15 +122,13 @@ def main(
     torch.manual_seed(0)
     console = Console()
     rng = random.Random("warm vision")
-    tower, probe = Qwen3_5VisionModel(make_config(32).vision_config), Probe()
+    target, probe = family_module(family).Target(32), Probe()
+    tower = target.vision
     weights = [*tower.parameters(), *probe.parameters()]
     optimizer = torch.optim.AdamW(weights, lr=learning_rate, weight_decay=0.05, betas=(0.9, 0.98))
 
     def loss_of(pictures: np.ndarray, labels: Tensor) -> tuple[Tensor, dict[str, float]]:
-        patches, grid = pixel_rows(pictures)
-        return probe(
-            tower(patches, grid_thw=grid).pooler_output.view(len(pictures), ROWS_PER_IMAGE, -1), labels
-        )
+        return probe(target.image_rows(pictures).view(len(pictures), ROWS_PER_IMAGE, -1), labels)
 
     unseen = draw_batch(random.Random(0), 200, range(HELD_OUT_SEED, HELD_OUT_SEED + 100_000), crowded=False)
     start, step, running = time.monotonic(), 0, 0.0
@@ -144,9 +143,7 @@ def main(
         optimizer.step()
         step, running = step + 1, running + loss.item()
         if step % 100 == 0:
-            console.print(
-                f"{step} {time.monotonic() - start:.0f} s loss {running / 100:.3f}", highlight=False
-            )
+            console.print(f"{step} {time.monotonic() - start:.0f} s loss {running / 100:.3f}", highlight=False)
             running = 0.0
     with torch.no_grad():
         _, right = loss_of(*unseen)

@@ -62,9 +62,7 @@ def test_chats_alternate_and_keep_to_the_seeds_that_they_were_given():
         assert all(HELD_OUT_SEED <= seed < HELD_OUT_SEED + 50 for seed in seeds)
         counts["several images"] += len(seeds) > 1
         counts["text only"] += not seeds
-        counts["late image"] += (
-            bool(seeds) and "<|image_pad|>" not in chat_text(chat).split("<|im_start|>user")[1]
-        )
+        counts["late image"] += bool(seeds) and "<|image_pad|>" not in chat_text(chat).split("<|im_start|>user")[1]
     assert 110 < counts["system"] < 200
     assert 100 < counts["several images"] < 260
     assert 60 < counts["late image"] < 200

@@ -82,9 +82,7 @@ def test_positions_and_logits_equal_transformers_with_several_images(shard, targ
         positions, _ = target.model.model.get_rope_index(token_ids, types, grid)
         assert np.array_equal(positions[:, 0].numpy(), mrope_positions(ids))
         with torch.no_grad():
-            out = target.model(
-                input_ids=token_ids, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=types
-            )
+            out = target.model(input_ids=token_ids, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=types)
         plain.append(out.logits[0])
     batch_pictures()
     with torch.no_grad():
@@ -117,13 +115,9 @@ def test_parallel_draft_steps_equal_drafting_row_by_row(target):
     states = hidden[:, : start + 1]
     for step in range(steps):
         known = start + 1 + step
-        joined = torch.cat(
-            [head.pre_fc_norm_embedding(embedded[:, :known]), head.pre_fc_norm_hidden(states)], dim=-1
-        )
+        joined = torch.cat([head.pre_fc_norm_embedding(embedded[:, :known]), head.pre_fc_norm_hidden(states)], dim=-1)
         mask = torch.full((known, known), float("-inf")).triu(1)[None, None]
-        out = layer(
-            head.fc(joined), position_embeddings=rotary(joined, positions[:, :, :known]), attention_mask=mask
-        )
+        out = layer(head.fc(joined), position_embeddings=rotary(joined, positions[:, :, :known]), attention_mask=mask)
         drafted = head.norm(out)[:, -1:]
         torch.testing.assert_close(drafted[:, 0], parallel[step][:, start], rtol=1e-4, atol=1e-5)
         states = torch.cat([states, drafted], dim=1)
@@ -133,9 +127,7 @@ def test_draft_rows_by_policy():
     ids = np.array([1, 7, 3, *[IMAGE_PAD] * 16, 4, 8, 9])
     inputs, positions = draft_rows(ids, "see")
     assert list(inputs) == list(range(1, len(ids)))
-    assert (
-        positions[:, 2:18].tolist() == (3 + np.stack([np.zeros(16), *np.divmod(np.arange(16), 4)])).tolist()
-    )
+    assert positions[:, 2:18].tolist() == (3 + np.stack([np.zeros(16), *np.divmod(np.arange(16), 4)])).tolist()
     assert positions[:, 18:].tolist() == [[7, 8, 9]] * 3
     inputs, positions = draft_rows(ids, "skip")
     assert list(inputs) == [1, 2, 19, 20, 21]
