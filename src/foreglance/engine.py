@@ -35,6 +35,7 @@ from foreglance.sampling import pick
 from foreglance.scheduler import Costs, DepthControl, Scheduler, Work
 from foreglance.sequence import Sequence
 from foreglance.settings import Settings
+from foreglance.stats import Alarm
 from foreglance.verify import Verdict, verify
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ class Engine:
         self._embeddings = EmbeddingCache(self.settings.image_cache_bytes)
         self._running: dict[int, Running] = {}
         self._costs = Costs()
+        self._alarms = {kind: Alarm() for kind in self._drafters}
+        self.warnings: list[str] = []  # what a person should know of drafters that do not work, once each
         self._ids = itertools.count()
         self._ended: list[Event] = []
 
@@ -334,10 +337,18 @@ class Engine:
         for part in batch.parts:
             verdict, sequence = verdicts[part.sequence], works[part.sequence].sequence
             if not part.chunk:
-                self._running[sequence.id].depth.learn(verdict.drafted, verdict.accepted)
+                self._learn(self._running[sequence.id], verdict)
             if verdict.tokens:
                 self._explain(self._running[sequence.id])
                 self._ended.append(sequence.take(verdict))
+
+    def _learn(self, running: Running, verdict: Verdict) -> None:
+        running.depth.learn(verdict.drafted, verdict.accepted)
+        alarm = self._alarms[running.drafter.kind]
+        alarm.add(verdict.drafted, verdict.accepted)
+        if (message := alarm.message(running.drafter.kind)) is not None:
+            self.warnings.append(message)
+            log.warning(message)
 
     def _draft(self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict], hidden: Tensor) -> None:
         """Each drafter gets its sequences in one call. One that ended is not drafted for, but its states are handed

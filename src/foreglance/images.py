@@ -38,6 +38,12 @@ def open_picture(source: ImageSource, max_pixels: int) -> Picture:
         raise RequestError(
             f"{name} has too many pixels ({error}); scale it down", param="image", code="image_too_large"
         ) from None
+    except PIL.UnidentifiedImageError:
+        raise RequestError(
+            f"{name} is no picture of a known kind; give a PNG, JPEG, WebP, GIF or BMP file",
+            param="image",
+            code="image_broken",
+        ) from None
     except Exception as error:
         raise RequestError(
             f"{name} cannot be read as a picture ({type(error).__name__}: {error}); "

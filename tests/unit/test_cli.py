@@ -126,8 +126,6 @@ BAD = [
     (["--logit-bias", "5"], "logit_bias", "invalid_value"),
     (["--depth", "deep"], "depth", "invalid_value"),
     (["--depth", "16"], "depth", "invalid_value"),
-    (["--draft", "assistant"], "draft", "draft_unsupported"),
-    (["--draft", "some/model"], "draft", "draft_unsupported"),
     (["--draft-images", "gap"], "draft_images", "draft_images_unsupported"),
     (["--draft-images", "blur"], "draft_images", "invalid_value"),
     (["--weights", "int3"], "settings", "invalid_settings"),
@@ -148,9 +146,16 @@ def test_bad_input_is_refused_before_a_model_is_loaded(monkeypatch, arguments, p
     assert plain.stderr.startswith(f"foreglance: {error['message'][:40]}") and plain.stderr.count("\n") == 1
 
 
-def test_a_refused_draft_says_what_works():
-    message = answer("generate", "--prompt", "hi", "--draft", "assistant", code=2)["error"]["message"]
-    assert message.endswith("what works is auto, none, mtp, ngram")
+@pytest.mark.parametrize("draft", ["assistant", "nobody", "some/model"])
+def test_a_draft_that_is_not_there_is_refused(draft):
+    error = answer("generate", "--prompt", "hi", "--draft", draft, code=2)["error"]
+    assert (error["param"], error["code"]) == ("draft", "draft_unavailable")
+
+
+def test_a_second_model_is_named_where_the_kinds_of_drafts_are():
+    assert GenerateOptions(prompt="hi", draft="some/model").second_model == "some/model"
+    assert GenerateOptions(prompt="hi", draft="some/model").speculation().draft == "auto"
+    assert GenerateOptions(prompt="hi", draft="ngram").second_model is None
 
 
 @pytest.mark.parametrize("arguments", [["--bogus"], ["--max-tokens", "many"], ["--threads", "0"]])

@@ -38,7 +38,7 @@ def chat(options: ChatOptions) -> None:
     options.request((Message.of("user", "checks the options"),))
     for path in options.image:
         open_picture(path, settings.max_pixels)
-    conversation = Conversation(options, load_engine(options, settings))
+    conversation = Conversation(options, load_engine(options, settings, options.draft, options.second_model))
     if not options.json:
         to_stderr("/help shows the commands", style="dim")
     for line in _lines(prompted=not options.json and sys.stdin.isatty()):

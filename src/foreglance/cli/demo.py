@@ -78,7 +78,7 @@ def _demo(options: DemoOptions) -> None:
     with_drafts = partial(options.request, options.question())
     without = partial(with_drafts, Speculation("none"))
     check_pictures(with_drafts(), settings)
-    engine = load_engine(options, settings)
+    engine = load_engine(options, settings, options.draft, options.second_model)
     if not options.json:
         _introduce(options)
     first = _stream(partial(run, engine), with_drafts(), options.json)

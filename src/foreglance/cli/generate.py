@@ -24,7 +24,7 @@ def generate(options: GenerateOptions) -> None:
     """Answer one prompt about text and pictures."""
     settings, request = options.settings(prefix_slots=0), options.request(options.question())
     check_pictures(request, settings)
-    engine = load_engine(options, settings)
+    engine = load_engine(options, settings, options.draft, options.second_model)
     if options.json:
         result = run(engine, request)
         print_json(report(result, engine.target.spec.name))

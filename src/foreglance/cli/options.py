@@ -20,6 +20,7 @@ from foreglance.settings import Settings
 
 DEFAULT_MODEL = "tiny-qwen"
 DRAFTERS = ("auto", "none", "mtp", "ngram")  # those that need no second model
+ASSISTANT = "assistant"
 POLICIES = tuple(policy for policy in IMAGE_POLICIES if policy != "gap")  # a hole is for measurements only
 MODEL, DRAFTS, SAMPLING = "Model", "Drafts (never change a token)", "Sampling"
 Options = TypeVar("Options")
@@ -85,27 +86,32 @@ class ModelOptions(JsonOption):
 class DraftOptions:
     """Who guesses ahead."""
 
-    draft: Annotated[str, _option("--draft", panel=DRAFTS, help=f"One of {', '.join(DRAFTERS)}.")] = Speculation.draft
+    draft: Annotated[
+        str,
+        _option(
+            "--draft",
+            panel=DRAFTS,
+            help=f"One of {', '.join((*DRAFTERS, ASSISTANT))}, or a second model: embedded, folder or hub name.",
+        ),
+    ] = Speculation.draft
     depth: Annotated[str, _option("--depth", panel=DRAFTS, help="Guesses ahead: auto or a number.")] = Speculation.depth
     draft_images: Annotated[
         str, _option("--draft-images", panel=DRAFTS, help=f"What a draft gets for an image: {', '.join(POLICIES)}.")
     ] = Speculation.images
 
+    @property
+    def second_model(self) -> str | None:
+        """The model that drafts, if it is not the target itself: what `--draft` names besides the kinds."""
+        return None if self.draft in (*DRAFTERS, ASSISTANT) else self.draft
+
     def speculation(self) -> Speculation:
-        if self.draft not in DRAFTERS:
-            raise RequestError(
-                f"--draft {self.draft!r} is not offered here (no assistant and no separate draft models yet); "
-                f"what works is {', '.join(DRAFTERS)}",
-                param="draft",
-                code="draft_unsupported",
-            )
         if self.draft_images == "gap":
             raise RequestError(
                 f"--draft-images gap is for measurements only; what works is {', '.join(POLICIES)}",
                 param="draft_images",
                 code="draft_images_unsupported",
             )
-        return Speculation(self.draft, _depth(self.depth), self.draft_images)
+        return Speculation("auto" if self.second_model else self.draft, _depth(self.depth), self.draft_images)
 
 
 def _depth(value: str) -> int | str:

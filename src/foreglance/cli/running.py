@@ -56,22 +56,29 @@ def hush() -> None:
         warnings.simplefilter("ignore", category)
 
 
-def load_engine(options: ModelOptions, settings: Settings) -> Engine:
-    """Load the model that the options name; anything wrong with it is the user's to mend, so it is a `RequestError`."""
+def load_engine(options: ModelOptions, settings: Settings, draft: str = "auto", second: str | None = None) -> Engine:
+    """Load the model that the options name, and a second one that drafts: `second`, or the assistant that lies beside
+    the target. Anything wrong with them is the user's to mend, so it is a `RequestError`."""
     hush()
     import torch
 
     from foreglance.engine import Engine
     from foreglance.models.base import ModelError
+    from foreglance.models.weights import find_assistant, find_model
 
     if options.threads:
         torch.set_num_threads(options.threads)
+    if second is not None:
+        try:
+            find_model(second)
+        except ModelError as error:
+            raise RequestError(f"--draft: {error}", param="draft", code="draft_unavailable") from error
     try:
-        engine = Engine.load(options.model, settings)
+        if second is None and draft in ("auto", "assistant"):
+            second = find_assistant(options.model)
+        engine = Engine.load(options.model, settings, draft_model=second)
     except ModelError as error:
         raise RequestError(str(error), param="model", code="model_unusable") from error
-    except (OSError, ValueError) as error:  # what transformers and json say of broken files
-        raise RequestError(f"{options.model}: {error}", param="model", code="model_unusable") from error
     to_stderr(f"{engine.target.spec.name}: {engine.self_test}", style="dim")
     return engine
 

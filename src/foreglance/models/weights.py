@@ -46,6 +46,16 @@ def find_model(name: str) -> Path:
     )
 
 
+def find_assistant(name: str) -> str | None:
+    """The assistant that was made for a target: the checkpoint of that name with `-assistant` behind it, among the
+    embedded models or in the folder next to the target's. None if there is none."""
+    beside = find_model(name)
+    if name in embedded_models():
+        return f"{name}-assistant" if f"{name}-assistant" in embedded_models() else None
+    folder = beside.parent / f"{beside.name}-assistant"
+    return str(folder) if (folder / "config.json").is_file() else None
+
+
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
+
+from foreglance.cli.options import ModelOptions
+from foreglance.cli.running import load_engine
+from foreglance.cli.show import print_json, to_stderr
 
 app = typer.Typer(help="Measure acceptance, exactness and speed on this machine.", no_args_is_help=True)
 
@@ -31,19 +34,16 @@ def _bar(text: str, total: int) -> Iterator:
 
 
 def _engine(model: str, weights: str, slots: int = 1):
-    from foreglance.engine import Engine
-    from foreglance.settings import Settings
-
-    engine = Engine.load(model, Settings(weights=weights, slots=slots, prefix_slots=0))
-    print(f"{engine.target.spec.name}: {engine.self_test}", file=sys.stderr)
-    return engine
+    """Every run computes its whole prompt: no prefix is reused."""
+    options = ModelOptions(model=model, weights=weights)
+    return load_engine(options, options.settings(slots=slots, prefix_slots=0))
 
 
 def _print(made: object, as_json: bool, body: dict) -> None:
     from rich.console import Console
 
     if as_json:
-        print(json.dumps(body))
+        print_json(body)
     else:
         Console().print(made)
 
@@ -130,7 +130,7 @@ def exactness(
         asdict(report),
     )
     if report.differing:
-        print(json.dumps(report.reproduction, default=str), file=sys.stderr)
+        to_stderr(json.dumps(report.reproduction, default=str))
         raise typer.Exit(1)
 
 
