@@ -176,7 +176,9 @@ def main(
     """Prints a table, and as its last line the same numbers as JSON."""
     single_thread(threads)
     console = Console(width=120)
-    captioner = Captioner(folder)
+    from training.captioners import open_captioner  # which are built on this module's
+
+    captioner = open_captioner(folder)
     right, total, lengths = Counter(), Counter(), []
     for first in track(range(0, images, batch), "captions"):
         drawn = [scene_from_seed(HELD_OUT_SEED + i) for i in range(first, min(images, first + batch))]

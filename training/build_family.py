@@ -1,0 +1,91 @@
+"""Runs the whole recipe of `tiny-step`, of `tiny-gemma` with its assistant, or of `tiny-text`, as `build` does for
+`tiny-qwen`: finished stages are not run again, long ones go on from their last checkpoint.
+
+Owns their stages and time limits. All share one data set and tokenizer.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from training.build import ROOT, console, run, start
+
+EMBEDDED = ROOT.parent / "src" / "foreglance" / "embedded"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Seconds of each stage on one core; 0 leaves it out. `head` is the module that trains the draft."""
+
+    vision: float
+    target: float
+    learning_rate: float
+    head: str | None = None
+    draft: float = 0
+
+
+RECIPES = {
+    "step": Recipe(vision=290, target=3720, learning_rate=1.5e-3, head="step_head", draft=900),
+    "gemma": Recipe(vision=170, target=2500, learning_rate=1.5e-3, head="gemma_assistant", draft=720),
+    "text": Recipe(vision=0, target=600, learning_rate=3e-3),
+}
+
+
+def main(
+    family: Annotated[str, typer.Option(help="step, gemma or text.")],
+    work: Annotated[Path, typer.Option(help="For data and checkpoints.")] = ROOT / "work",
+    out: Annotated[Path, typer.Option(help="The folder that model folders go to.")] = EMBEDDED,
+    vision_seconds: Annotated[float | None, typer.Option(help="Instead of the recipe's.")] = None,
+    target_seconds: Annotated[float | None, typer.Option(help="Instead of the recipe's.")] = None,
+    draft_seconds: Annotated[float | None, typer.Option(help="Instead of the recipe's.")] = None,
+    shards: Annotated[
+        int, typer.Option(help="Shards of data; the first two and last four are plain.")
+    ] = 16,
+    chats_per_shard: int = 4000,
+    threads: int = 1,
+) -> None:
+    """Builds data, tower, target, draft, the model folders and the tables."""
+    recipe, began = RECIPES[family], time.monotonic()
+    work, folder = work.resolve(), out.resolve() / f"tiny-{family}"
+    data, vision, target = work / "data-families", work / f"{family}-vision.safetensors", work / f"{family}-target.pt"
+    draft = work / {"step": "step-modules.safetensors", "gemma": "gemma-assistant.pt"}.get(family, "none")
+
+    def done(what: str) -> None:
+        console.rule(f"{what}: {time.monotonic() - began:.0f} s since the start")
+
+    run(
+        start(
+            "prepare",
+            data=data,
+            shards=shards,
+            chats_per_shard=chats_per_shard,
+            plain_shards=2,
+            plain_last_shards=4,
+        )
+    )
+    done("data")
+    common = {"data": data, "threads": threads}
+    if recipe.vision and not vision.exists():
+        seconds = vision_seconds or recipe.vision
+        run(start("warm_vision", family=family, out=vision, seconds=seconds, threads=threads))
+        done("vision tower")
+    tower = {"vision": vision} if recipe.vision else {}
+    seconds = target_seconds or recipe.target
+    rate = recipe.learning_rate
+    run(start("train_target", family=family, out=target, seconds=seconds, learning_rate=rate, **common, **tower))
+    done("target")
+    if recipe.head:
+        run(start(recipe.head, target=target, out=draft, seconds=draft_seconds or recipe.draft, **common))
+        done("draft")
+    head = {"head": draft} if recipe.head else {}
+    run(start("folders", family=family, data=data, target=target, out=folder, **head))
+    if recipe.head:
+        run(start("evaluate", folder=folder), start("chained_acceptance", folder=folder))
+        done("tables")
+
+
+if __name__ == "__main__":
+    typer.run(main)
