@@ -109,7 +109,7 @@ def test_conversations_in_turn_do_not_disturb_each_other():
         for text, cold in zip(texts, fresh, strict=True):
             (result,) = run(engine, [question(text=text)])
             assert result.token_ids == cold.token_ids
-            assert bool(result.timings.cached_rows) == (turn > 0)
+            assert (result.timings.cached_rows > GRID) == (turn > 0), "at first they share no more than the image"
 
 
 def test_two_sequences_may_resume_one_prefix_at_once():
