@@ -8,6 +8,7 @@ least one row of every request and its state is what a guess starts from.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class SharedCacheDrafter:
         return None
 
     def admit(self, sequence: Sequence, memory: Memory | None) -> None:
-        pass
+        sequence.report = replace(sequence.report, model=self._reader.spec.name)
 
     def remember(self, sequence: Sequence) -> Memory:
         return Memory(self.kind, None, None, None)
