@@ -41,9 +41,7 @@ def main(
     vision_seconds: Annotated[float | None, typer.Option(help="Instead of the recipe's.")] = None,
     target_seconds: Annotated[float | None, typer.Option(help="Instead of the recipe's.")] = None,
     draft_seconds: Annotated[float | None, typer.Option(help="Instead of the recipe's.")] = None,
-    shards: Annotated[
-        int, typer.Option(help="Shards of data; the first two and last four are plain.")
-    ] = 16,
+    shards: Annotated[int, typer.Option(help="Shards of data; the first two and last four are plain.")] = 16,
     chats_per_shard: int = 4000,
     threads: int = 1,
 ) -> None:
