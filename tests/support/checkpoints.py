@@ -16,12 +16,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5DecoderLayer,
     Qwen3_5RMSNorm,
     Qwen3_5TextRotaryEmbedding,
 )
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 
 SPECIAL = (
     "<|endoftext|>",
@@ -47,7 +54,8 @@ PATCH, MERGE = 4, 2
 
 @dataclass(frozen=True)
 class QwenSizes:
-    """Sizes of a checkpoint. `layers`: L is linear attention, F full. `stored`: the type in the file."""
+    """Sizes of a checkpoint. `layers`: L is linear attention, F full. `stored`: the type in the file. `experts`: 0 is
+    the dense family, else the mixture with `top_k` of them for a row."""
 
     name: str
     layers: str = "LLFLLF"
@@ -68,6 +76,8 @@ class QwenSizes:
     stored: torch.dtype = torch.float32
     vocab: int = 320
     seed: int = 1
+    experts: int = 0
+    top_k: int = 2
 
 
 TIED = QwenSizes("tied")
@@ -101,14 +111,20 @@ FULL_FIRST = QwenSizes(
     stored=torch.bfloat16,
     seed=3,
 )
-SIZES = (TIED, UNTIED, FULL_FIRST)
+MOE = QwenSizes("mixture", layers="LFLF", inner=32, tied=False, sharded=True, seed=4, experts=6, top_k=3)
+SIZES = (TIED, UNTIED, FULL_FIRST, MOE)
 
 
-def qwen_config(sizes: QwenSizes) -> Qwen3_5Config:
-    text = {
+def qwen_config(sizes: QwenSizes) -> Qwen3_5Config | Qwen3_5MoeConfig:
+    mixture = {
+        "num_experts": sizes.experts,
+        "num_experts_per_tok": sizes.top_k,
+        "moe_intermediate_size": sizes.inner,
+        "shared_expert_intermediate_size": sizes.inner + 16,
+    }
+    text = (mixture if sizes.experts else {"intermediate_size": sizes.inner}) | {
         "vocab_size": sizes.vocab,
         "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.inner,
         "num_hidden_layers": len(sizes.layers),
         "layer_types": ["linear_attention" if kind == "L" else "full_attention" for kind in sizes.layers],
         "num_attention_heads": sizes.heads,
@@ -144,7 +160,7 @@ def qwen_config(sizes: QwenSizes) -> Qwen3_5Config:
         "num_position_embeddings": 16,
         "out_hidden_size": sizes.hidden,
     }
-    return Qwen3_5Config(
+    return (Qwen3_5MoeConfig if sizes.experts else Qwen3_5Config)(
         text_config=text,
         vision_config=vision,
         tie_word_embeddings=sizes.tied,
@@ -158,7 +174,7 @@ def qwen_config(sizes: QwenSizes) -> Qwen3_5Config:
 class ReferenceHead(nn.Module):
     """`mtp.*` from transformers' layer classes; computes all rows at once, without a cache."""
 
-    def __init__(self, config):
+    def __init__(self, config, layer: type[nn.Module] = Qwen3_5DecoderLayer):
         super().__init__()
         config = copy.deepcopy(config)
         config.layer_types, config.num_hidden_layers = ["full_attention"], 1
@@ -167,7 +183,7 @@ class ReferenceHead(nn.Module):
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.pre_fc_norm_embedding = Qwen3_5RMSNorm(size, eps)
         self.pre_fc_norm_hidden = Qwen3_5RMSNorm(size, eps)
-        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, 0)])
+        self.layers = nn.ModuleList([layer(config, 0)])
         self.norm = Qwen3_5RMSNorm(size, eps)
         self._rotary = Qwen3_5TextRotaryEmbedding(config)
 
@@ -186,7 +202,7 @@ class Checkpoint:
 
     folder: Path
     sizes: QwenSizes
-    model: Qwen3_5ForConditionalGeneration
+    model: Qwen3_5ForConditionalGeneration | Qwen3_5MoeForConditionalGeneration
     head: ReferenceHead
 
 
@@ -194,8 +210,10 @@ def write_qwen3_5(folder: Path, sizes: QwenSizes = TIED) -> Checkpoint:
     """Write a checkpoint folder and return it with its reference."""
     folder.mkdir(parents=True, exist_ok=True)
     config = qwen_config(sizes)
-    model = Qwen3_5ForConditionalGeneration(config).eval().requires_grad_(False)
-    head = ReferenceHead(config.text_config).eval().requires_grad_(False)
+    whole = Qwen3_5MoeForConditionalGeneration if sizes.experts else Qwen3_5ForConditionalGeneration
+    layer = Qwen3_5MoeDecoderLayer if sizes.experts else Qwen3_5DecoderLayer
+    model = whole(config).eval().requires_grad_(False)
+    head = ReferenceHead(config.text_config, layer).eval().requires_grad_(False)
     model.generation_config.eos_token_id = None  # a test asks for a number of tokens
     generator = torch.Generator().manual_seed(sizes.seed)
     _randomize(model, generator, sizes.stored)
@@ -207,9 +225,26 @@ def write_qwen3_5(folder: Path, sizes: QwenSizes = TIED) -> Checkpoint:
     state = {name: tensor.to(sizes.stored) for name, tensor in model.state_dict().items()}
     if sizes.tied:
         del state["lm_head.weight"]
-    state |= {f"mtp.{name}": tensor.to(sizes.stored) for name, tensor in head.state_dict().items()}
+    own = experts_one_by_one(head.state_dict()) if sizes.experts else head.state_dict()
+    state |= {f"mtp.{name}": tensor.to(sizes.stored) for name, tensor in own.items()}
     save_weights(folder, state, num_shards=3 if sizes.sharded else 1)
     return Checkpoint(folder, sizes, model, head)
+
+
+def experts_one_by_one(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Fused experts in the spelling that published checkpoints use for the MTP block."""
+    out = {}
+    for name, tensor in state.items():
+        stem, _, last = name.rpartition(".experts.")
+        if not stem:
+            out[name] = tensor
+            continue
+        for number, weight in enumerate(tensor):
+            parts = {"down_proj": weight}
+            if last == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True))
+            out |= {f"{stem}.experts.{number}.{part}.weight": matrix for part, matrix in parts.items()}
+    return out
 
 
 def _randomize(module: nn.Module, generator: torch.Generator, stored: torch.dtype) -> None:
@@ -228,6 +263,8 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
         return 0.3 * noise
     if noise.ndim == 1:
         return 0.3 * noise
+    if ".experts." in name:  # [experts, out, in]
+        return (0.3 if name.endswith("down_proj") else 1.0) * noise / noise.shape[-1] ** 0.5
     unit = noise * (noise.shape[0] / noise.numel()) ** 0.5  # weights [out, ...]: rows keep their size
     # A layer adds less than it gets, or rounding grows from layer to layer beyond what a test can tell from a fault.
     return 0.3 * unit if name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")) else unit

@@ -1,0 +1,122 @@
+"""What a draft head's module keeps of each sequence: its rows in a store, and states that wait for an input.
+
+A row of a head needs an input that comes later, so row t is computed once input t + shift is known (`rows.RowMap`).
+Until then the state that it is fed waits here. Knows nothing of guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foreglance.batch import TILE, InputSpec, Part
+from foreglance.cache.store import CacheStore
+from foreglance.drafters.base import Memory
+from foreglance.drafters.rows import DraftRows, RowMap
+from foreglance.models.base import DraftHead
+from foreglance.sequence import Sequence
+
+
+@dataclass
+class Lane:
+    """One sequence's: states of target rows [first, first + num_waiting) that have no draft row yet."""
+
+    sequence: Sequence
+    map: RowMap
+    width: int
+    first: int = 0
+    waiting: list[Tensor] = field(default_factory=list)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(states) for states in self.waiting)
+
+    @property
+    def ready(self) -> int:
+        """Target rows below this have a known input and a state."""
+        return min(self.first + self.num_waiting, self._known() - self.map.shift)
+
+    def _known(self) -> int:
+        """In prefill the next chunk's first inputs are known already, but a reused prefix may go on differently there,
+        so the last rows of a chunk wait for the next step: no row depends on what a checkpoint does not hold."""
+        return self.sequence.committed if self.sequence.in_prefill else self.sequence.known
+
+    def receive(self, first_row: int, states: Tensor | None) -> None:
+        """Queue the states of rows from `first_row` on, which must be the next ones: a state paired with another row's
+        input is the fault that nobody sees, since only acceptance suffers."""
+        expected = self.first + self.num_waiting
+        if states is None or first_row != expected:
+            raise RuntimeError(f"states of rows from {first_row} on, but row {expected} is next")
+        self.waiting.append(states)
+
+    def due(self) -> Tensor:
+        """Take the states of rows [first, ready)."""
+        states = self.rest()
+        count = max(self.ready - self.first, 0)
+        self.first, self.waiting = self.first + count, [states[count:]] if count < len(states) else []
+        return states[:count]
+
+    def rest(self) -> Tensor:
+        """All states that wait [num_waiting, width]."""
+        return self.waiting[0] if len(self.waiting) == 1 else torch.cat([torch.empty(0, self.width), *self.waiting])
+
+    def part(self, rows: DraftRows, states: Tensor, num_scored: int) -> Part:
+        """Draft rows with the state that each is fed."""
+        return Part(
+            self.sequence.id,
+            rows.token_ids,
+            rows.is_image,
+            rows.positions,
+            num_scored,
+            len(rows) > TILE,
+            self.sequence.embeddings(rows.image, rows.offset),
+            states,
+            in_image=rows.in_image,
+        )
+
+
+class Lanes:
+    """One module's lanes and store. `shift` is that of its rows."""
+
+    def __init__(self, head: DraftHead, capacity: int | None, row_map: type[RowMap] = RowMap, shift: int = 1):
+        self._spec, self._row_map, self._shift = head.spec, row_map, shift
+        self._lanes: dict[int, Lane] = {}
+        self.store = CacheStore(head.spec.caches, capacity)
+
+    def __getitem__(self, sequence: Sequence) -> Lane:
+        return self._lanes[sequence.id]
+
+    def admit(self, sequence: Sequence, memory: Memory | None) -> None:
+        spec, policy = self._spec, sequence.request.speculation.images
+        row_map = self._row_map(sequence, policy, spec.rule, spec.position_of, spec.placeholder, self._shift)
+        lane = Lane(sequence, row_map, spec.hidden_size)
+        if memory is None:
+            self.store.open(sequence.id)
+        else:
+            assert memory.cache is not None and memory.checkpoint is not None
+            self.store.adopt(sequence.id, memory.cache, memory.checkpoint)
+            lane.first, states = memory.notes
+            lane.waiting = [states] if len(states) else []
+        self._lanes[sequence.id] = lane
+
+    def remember(self, sequence: Sequence, key: str) -> Memory:
+        lane = self[sequence]
+        cache, checkpoint = self.store[sequence.id], self.store.checkpoint(sequence.id)
+        return Memory(key, cache, checkpoint, (lane.first, lane.rest()), lane.first + self._shift)
+
+    def retire(self, sequence: Sequence) -> None:
+        if self._lanes.pop(sequence.id, None) is not None:
+            self.store.release(sequence.id)
+
+
+def memory_key(kind: str, sequence: Sequence) -> str:
+    """Draft rows of another policy are other rows."""
+    return f"{kind}/{sequence.request.speculation.images}"
+
+
+def inputs_of(head: DraftHead, sequences: Iterable[Sequence]) -> InputSpec:
+    """What a batch of these sequences must obey: only the policy that leaves holes may leave holes."""
+    return head.spec.inputs(not any(sequence.request.speculation.images == "gap" for sequence in sequences))
