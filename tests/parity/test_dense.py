@@ -22,6 +22,7 @@ from support.dense import (
     DenseCheckpoint,
     write_dense,
 )
+from transformers import AutoTokenizer
 
 from foreglance import Engine, Message, Request, RequestError, SamplingParams, Settings, Speculation
 from foreglance.batch import Part, pack
@@ -246,3 +247,24 @@ def test_what_the_forward_does_not_do_is_refused_in_words(checkpoint_of, tmp_pat
     folder = edited(checkpoint_of(sizes).folder, tmp_path / "odd", lambda state: None)
     with pytest.raises(ModelError, match=word):
         load(edit_config(folder, lambda values: values.update(change)))
+
+
+@pytest.mark.parametrize("special", (True, False))
+def test_only_special_words_may_lie_beyond_the_vocabulary(checkpoint_of, tmp_path, special):
+    """Published text models of Gemma-3 keep the image placeholder of their larger siblings, one id beyond the table."""
+    folder = edited(checkpoint_of(GEMMA3).folder, tmp_path / "more", lambda state: None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<filler {n}>" for n in range(VOCAB - len(tokenizer))])
+    tokenizer.add_tokens(["<soft>"], special_tokens=special)
+    assert tokenizer.get_vocab()["<soft>"] == VOCAB
+    tokenizer.save_pretrained(folder)
+    if not special:
+        with pytest.raises(ModelError, match="do not belong together"):
+            load(folder)
+        return
+    engine = Engine.load(str(folder), Settings(weights="fp32"))
+    texts = ("what is <soft> here?", "what is here?")
+    requests = [Request((Message.of("user", text),), SamplingParams(max_tokens=4, ignore_eos=True)) for text in texts]
+    odd, plain = engine.generate(requests)
+    assert odd.finish_reason == "error" and f"token id {VOCAB} is outside" in odd.error
+    assert (plain.finish_reason, len(plain.token_ids)) == ("length", 4)

@@ -24,7 +24,7 @@ from support.toy import (
     toy_target,
 )
 
-from foreglance import Message, RequestError
+from foreglance import Engine, Message, RequestError
 from foreglance.drafters.independent import IndependentDrafter
 from foreglance.images import open_picture
 from foreglance.prompt import MRope, OneAxis
@@ -57,13 +57,14 @@ HYBRID, SIMPLE = toy_draft(), toy_draft(("full", "full"), OneAxis())
 
 
 def engine_with(draft, target=None, drafter=IndependentDrafter, **settings):
-    engine = toy_engine(target, **settings)
-    engine._drafters["model"] = drafter(draft, engine.target.spec.vocab_size, slots_of(engine))
-    return engine
-
-
-def slots_of(engine) -> int:
-    return engine.settings.slots * (engine.context + 64)
+    plain = toy_engine(target, **settings)
+    vocab_size = plain.target.spec.vocab_size
+    return Engine(
+        plain.target,
+        plain._prompter,
+        plain.settings,
+        draft_model=lambda around: drafter(draft, vocab_size, around.capacity),
+    )
 
 
 def prompt(shape: str, salt: str, target=None, **options):
@@ -273,6 +274,19 @@ def test_a_second_turn_reuses_the_rows_of_target_and_draft(draft):
         assert reused >= 32 and two.token_ids == fresh.token_ids
         start = int(watched.forwards[0].positions[0, 0])
         assert start == (~rows.is_image[:reused]).sum(), "draft rows of the reused prefix are not computed again"
+
+
+def test_a_text_that_ends_within_its_guesses_leaves_no_row_of_them():
+    """Else a conversation that goes on differently there would be drafted for with a row too many."""
+    tokens = alone("text", "red", 0.0, 0, toy_target(rule=OneAxis()))
+    end = next(token for n, token in enumerate(tokens) if n > 2 and token not in tokens[:n])
+    itself = ToyTarget(rule=OneAxis(), eos=(end,))
+    engine = engine_with(itself, itself)
+    request, rows = prompt("text", "red", itself, draft="model", depth=7)
+    (result,) = run(engine, [request], [rows])
+    assert result.finish_reason == "stop" and result.token_ids[-1] == end
+    (stored,) = engine._prefixes._stored.values()
+    assert [point.memory.checkpoint.rows for point in stored.points] == [p.checkpoint.rows for p in stored.points]
 
 
 def test_the_same_prompt_twice_drafts_as_before():
