@@ -55,14 +55,17 @@ class ChainRunner:
     def __init__(self, model: ChainModel, store: CacheStore, vocab_size: int):
         self._model, self._store, self._vocab_size = model, store, vocab_size
 
-    def forward(self, parts: Many[Part], inputs: InputSpec) -> tuple[Batch, Tensor]:
-        """Compute rows and keep them all."""
+    def forward(
+        self, parts: Many[Part], inputs: InputSpec, keep: Mapping[int, int] | None = None
+    ) -> tuple[Batch, Tensor]:
+        """Compute rows and keep them all, or of each sequence the first `keep`."""
         batch = pack(parts, inputs, self._store.held())
         for part in batch.parts:
             self._store.reserve(part.sequence, part.num_rows)
         hidden = self._model.forward(batch, {part.sequence: self._store[part.sequence] for part in batch.parts})
         for part in batch.parts:
-            self._store.commit(part.sequence, part.num_rows, part.positions.at(-1))
+            kept = part.num_rows if keep is None else keep[part.sequence]
+            self._store.commit(part.sequence, kept, part.positions.at(kept - 1))
         return batch, hidden
 
     def begin(self, parts: Many[Part], wanted: Mapping[int, Settled], inputs: InputSpec) -> list[Chain]:

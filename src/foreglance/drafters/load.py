@@ -13,6 +13,7 @@ from foreglance.cache.store import CacheStore
 from foreglance.drafters.base import Drafter, NoDraft, check_pair, check_vocabulary
 from foreglance.drafters.independent import IndependentDrafter
 from foreglance.drafters.mtp import MtpDrafter
+from foreglance.drafters.mtp_chain import ChainDrafter
 from foreglance.drafters.ngram import NgramDrafter
 from foreglance.drafters.shared_cache import SharedCacheDrafter
 from foreglance.models import gemma4_assistant
@@ -44,7 +45,7 @@ def make_drafters(around: Surroundings, second: DrafterFactory | None = None) ->
     head = around.target.head
     if head is not None:
         check_pair(around.target.spec, head.spec)
-        drafters.append(MtpDrafter(head, around.capacity))
+        drafters.append((MtpDrafter if head.spec.num_modules == 1 else ChainDrafter)(head, around.capacity))
     if second is not None:
         drafters.append(second(around))
     return {drafter.kind: drafter for drafter in drafters}

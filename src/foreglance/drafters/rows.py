@@ -14,11 +14,15 @@ One image of four rows (M-RoPE, 2 x 2) after three tokens, first axis:
     skip       0 1           2 3 4
     gap        1 2           5 6 7
 
+A chained module's row carries an input further on: module i's the input of row t + 1 + i (`shift` 1 + i). It needs the
+state of the module before at that row, so without image rows it has a row only if no input up to its own is one.
+
 Touches no weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,40 +52,50 @@ class DraftRows:
 
 
 class RowMap:
-    """The mapping for one sequence under one policy."""
+    """The mapping for one sequence under one policy: row t carries the input of row t + `shift`."""
 
-    def __init__(self, sequence: Sequence, policy: str, rule: PositionRule, position_of: str, placeholder: int):
+    def __init__(
+        self, sequence: Sequence, policy: str, rule: PositionRule, position_of: str, placeholder: int, shift: int = 1
+    ):
+        self.shift = shift
         self._sequence = sequence
         self._policy = policy
         self._position_of = position_of
         self._placeholder = placeholder
         self._axes = rule.axes
-        prompt = sequence.rows
-        self._kept = ~prompt.is_image[1:] if policy in ("skip", "gap") else np.ones(len(prompt) - 1, bool)
+        self._kept = self._keep(sequence.rows.is_image, shift if policy in ("skip", "gap") else 0)
         self._positions = self._number(rule, position_of)
         self._next = self._after(rule)
         self._before = np.concatenate([[0], np.cumsum(self._kept)])  # draft rows of target rows [0, t)
 
+    @staticmethod
+    def _keep(is_image: np.ndarray, steps: int) -> np.ndarray:
+        """bool: which of the prompt's rows but its last have no image among their next `steps` inputs."""
+        kept = np.ones(len(is_image) - 1, bool)
+        for step in range(1, min(steps, len(is_image)) + 1):
+            kept[: len(is_image) - step] &= ~is_image[step:]
+        return kept
+
     def _number(self, rule: PositionRule, position_of: str) -> Positions:
         """Positions of the kept prompt rows, in the draft's own space (policy `gap`: in the target's)."""
-        coords, kept = self._sequence.rows.positions.coords, self._kept
+        kept, first = self._kept, self.shift
         if self._policy == "skip":
             return Positions.run(0, int(kept.sum()), rule.axes)
-        if position_of == "input":
-            coords = coords[:, 1:]
-        else:  # the last prompt row is numbered as itself, whatever its input will be
-            kept = np.append(kept, True)
+        if position_of == "hidden":  # the last prompt row is numbered as itself, whatever its input will be
+            kept, first = np.append(kept, True), 0
+        coords = self._sequence.positions(first, first + len(kept)).coords
         return Positions(coords[:, kept] if self._policy == "gap" else coords - coords[:1, :1])
 
     def _after(self, rule: PositionRule) -> int:
         """The coordinate of the first row behind those of `_number`."""
-        prompt = self._sequence.rows.positions
+        ahead = self.shift - 1 if self._position_of == "input" else 0
+        behind = rule.following(self._sequence.rows.positions.at(-1)) + ahead  # in the target's positions
         if not len(self._positions):
-            return rule.following(prompt.at(-1)) if self._policy == "gap" else 0
+            return behind if self._policy == "gap" else 0
         hole = 0
         if self._policy == "gap" and self._position_of == "input":  # an image at the prompt's end leaves one, too
-            last_kept = int(np.flatnonzero(self._kept)[-1]) + 1
-            hole = rule.following(prompt.at(-1)) - rule.following(prompt.at(last_kept))
+            last_input = int(np.flatnonzero(self._kept)[-1]) + self.shift
+            hole = behind - rule.following(self._sequence.positions(last_input, last_input + 1).at(0))
         return rule.following(self._positions.at(-1)) + hole
 
     def count(self, target_rows: int) -> int:
@@ -89,13 +103,14 @@ class RowMap:
         prompt = min(target_rows, len(self._kept))
         return int(self._before[prompt]) + target_rows - prompt
 
-    def rows(self, start: int, stop: int) -> DraftRows:
-        """Draft rows for target rows [start, stop), whose inputs start + 1 .. stop must be known."""
-        token_ids, image, offset = self._sequence.inputs(start + 1, stop + 1)
+    def rows(self, start: int, stop: int, guesses: Many[int] = ()) -> DraftRows:
+        """Draft rows for target rows [start, stop), whose inputs start + shift .. stop + shift - 1 must be known, or
+        guessed: `guesses` are taken as the tokens behind the known ones."""
+        token_ids, image, offset = self._inputs(start + self.shift, stop + self.shift, guesses)
         kept = np.ones(stop - start, bool)
         in_prompt = max(0, min(stop, len(self._kept)) - start)
         kept[:in_prompt] = self._kept[start : start + in_prompt]
-        in_image = image >= 0 if self._position_of == "input" else self._sequence.inputs(start, stop)[1] >= 0
+        in_image = image >= 0 if self._position_of == "input" else self._inputs(start, stop, guesses)[1] >= 0
         if self._policy == "placeholder":
             token_ids = np.where(image >= 0, self._placeholder, token_ids)
             image = np.full_like(image, -1)
@@ -107,6 +122,16 @@ class RowMap:
             self.positions(self.count(start), self.count(stop)),
             in_image[kept],
         )
+
+    def _inputs(self, start: int, stop: int, guesses: Many[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids, image indices and offsets of rows [start, stop)."""
+        known = self._sequence.known
+        certain = self._sequence.inputs(min(start, known), min(stop, known))
+        if stop <= known:
+            return certain
+        assumed = np.array(guesses[max(start - known, 0) : stop - known], np.int64)
+        fill = np.zeros(len(assumed), np.int64)
+        return tuple(np.concatenate(pair) for pair in zip(certain, (assumed, fill - 1, fill), strict=True))
 
     def positions(self, start: int, stop: int) -> Positions:
         """Positions of draft rows [start, stop), prompt rows and those behind it."""
