@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreglance.engine import Engine
-from foreglance.models.base import DraftHead, Target
+from foreglance.models.base import ChainedHead, DraftHead, HeadSpec, Target
 from foreglance.ops.base import Ops
 from foreglance.request import Request
 
@@ -69,11 +69,26 @@ class TimedOps:
 class TimedModel:
     """A target or a head whose forward and logits count under a scope."""
 
-    def __init__(self, model: Any, clock: Clock, scope: str, head: DraftHead | None = None):
+    def __init__(self, model: Any, clock: Clock, scope: str, head: TimedModel | TimedChain | None = None):
         self.spec, self.head = model.spec, head
         self.forward = clock.within(scope, model.forward)
         self.logits = clock.within(f"{scope} output head", model.logits)
         self.__dict__.update({name: method for name, method in _images_of(model, scope).items()})
+
+
+@dataclass(frozen=True)
+class TimedChain:
+    """A chained head whose modules count under a scope each."""
+
+    spec: HeadSpec
+    modules: tuple[TimedModel, ...]
+
+
+def _timed_head(head: DraftHead | ChainedHead, clock: Clock) -> TimedModel | TimedChain:
+    if head.spec.num_modules == 1:
+        return TimedModel(head, clock, "draft head")
+    modules = enumerate(head.modules, start=1)
+    return TimedChain(head.spec, tuple(TimedModel(one, clock, f"draft module {number}") for number, one in modules))
 
 
 def _images_of(model: Target, scope: str) -> dict[str, Callable[..., Any]]:
@@ -96,7 +111,7 @@ def measure(model: str, request: Request, rounds: int = 3) -> list[Line]:
     clock = Clock()
     engine = Engine.load(model, instrument=lambda ops: TimedOps(ops, clock))
     head = engine.target.head
-    timed_head = TimedModel(head, clock, "draft head") if head is not None else None
+    timed_head = _timed_head(head, clock) if head is not None else None
     engine = engine.with_target(TimedModel(engine.target, clock, "target", timed_head))
     list(engine.stream(request))
     total, steps = 0.0, 0
