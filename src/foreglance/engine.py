@@ -157,6 +157,7 @@ class Engine:
         if not self.is_idle:
             raise RuntimeError("a drafter can be exchanged only while no request runs or waits")
         self._drafters[drafter.kind] = drafter
+        self._alarms[drafter.kind] = Alarm()
 
     def _drafter_for(self, request: Request) -> tuple[Drafter, DraftReport]:
         """Who drafts, and the report of it. A drafter that was asked for by name and is missing is refused."""
@@ -254,6 +255,7 @@ class Engine:
             running.drafter.admit(sequence, None)
             return
         self._store.adopt(sequence.id, hit.stored.cache, hit.point.checkpoint)
+        running.points += [p for p in hit.stored.points if p.checkpoint.rows <= hit.point.checkpoint.rows]
         sequence.advance(hit.point.checkpoint.rows)
         sequence.counters.cached_rows = hit.point.checkpoint.rows
         running.drafter.admit(sequence, hit.point.memory)
@@ -449,11 +451,10 @@ class Engine:
         name = self.add(request)
         try:
             while True:
-                for event in self.step():
-                    if event.request_id == name:
-                        yield event
-                        if event.result is not None:
-                            return
+                for event in self._step_for([name]):
+                    yield event
+                    if event.result is not None:
+                        return
         finally:
             self.cancel(name)
 
@@ -463,8 +464,14 @@ class Engine:
         names = self._add_all([(request, self.prepare(request)) for request in many])
         results: dict[str, Result] = {}
         while len(results) < len(names):
-            results |= {e.request_id: e.result for e in self.step() if e.result is not None and e.request_id in names}
+            results |= {e.request_id: e.result for e in self._step_for(names) if e.result is not None}
         return [results[name] for name in names]
+
+    def _step_for(self, names: Many[str]) -> list[Event]:
+        """One step, and the events of these requests; those of others wait for whoever steps next."""
+        events = self.step()
+        self._ended += [event for event in events if event.request_id not in names]
+        return [event for event in events if event.request_id in names]
 
     def _add_all(self, prepared: Many[tuple[Request, Rows]]) -> list[str]:
         """Queue all or none."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import PIL.Image
+import PIL.ImageOps
 
 from foreglance.request import Image, ImageSource, Message, RequestError
 
@@ -81,7 +82,8 @@ def _open(stream: io.BytesIO) -> PIL.Image.Image:
 
 
 def _flatten(image: PIL.Image.Image) -> PIL.Image.Image:
-    """First frame as RGB; transparency over white, as it is seen on a page."""
+    """First frame as RGB, turned as its EXIF data says; transparency over white: as it is seen on a page."""
+    image = PIL.ImageOps.exif_transpose(image)
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         canvas = PIL.Image.new("RGBA", image.size, (255, 255, 255, 255))

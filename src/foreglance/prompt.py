@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jinja2
 import numpy as np
 
 from foreglance.images import Picture
@@ -307,11 +308,13 @@ class Prompter:
     prepare: Callable[[Picture], ImageInput]
 
     def rows(self, messages: Sequence[Message], pictures: Sequence[Picture]) -> Rows:
-        text = self.tokenizer.apply_chat_template(
-            [_as_template_message(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+        conversation = [_as_template_message(message) for message in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        except (ValueError, jinja2.TemplateError) as error:
+            raise RequestError(
+                f"the model's chat template does not take this conversation: {error}", param="messages"
+            ) from error
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         return make_rows(token_ids, self.image_token, [self.prepare(picture) for picture in pictures], self.rule)
 

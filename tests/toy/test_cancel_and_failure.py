@@ -169,3 +169,14 @@ def test_a_failure_after_the_last_token_gives_no_second_final_event(monkeypatch)
     monkeypatch.setattr(engine._prefixes, "put", lambda stored: 1 / 0)
     (result,) = run(engine, [ask("x", max_tokens=3)])
     assert result.finish_reason == "length"
+
+
+def test_events_of_other_requests_wait_for_whoever_steps_next():
+    engine = toy_engine()
+    other = ask("somebody else's question", max_tokens=4)
+    engine.add(other)
+    (mine,) = engine.generate([ask("my question", max_tokens=20)])
+    assert mine.finish_reason == "length"
+    events = [event for event in engine.step() if event.request_id == other.id]
+    assert sum(len(event.tokens) for event in events) == 4
+    assert [event.result is not None for event in events].count(True) == 1

@@ -124,10 +124,11 @@ def test_what_is_kept_is_bounded(slots):
     """Case B13: least recently used goes first."""
     engine = toy_engine(prefix_slots=slots)
     for number in range(5):
-        run(engine, [question(text=f"{number} is the number of this one", max_tokens=3)])
+        run(engine, [question(images=[], text=f"{number} is the number of this one", max_tokens=3)])
         assert len(engine._prefixes) <= slots
     hits = [
-        run(toy, [question(text=f"{number} is the number of this one", max_tokens=3)])[0].timings.cached_rows > 0
+        run(toy, [question(images=[], text=f"{number} is the number of this one", max_tokens=3)])[0].timings.cached_rows
+        > 0
         for toy, number in ((engine, 4), (engine, 0))
     ]
     assert hits == [slots > 0, False]
@@ -155,3 +156,10 @@ def test_image_embeddings_are_kept_within_their_budget(monkeypatch):
         for _ in range(2):
             run(engine, [question(max_tokens=2)])
         assert len(calls) == want
+
+
+def test_what_was_reused_can_be_reused_again_from_the_only_slot():
+    """The points of the conversation that is replaced go over to the one that replaces it."""
+    engine = toy_engine(prefix_slots=1)
+    reused = [run(engine, [question()])[0].timings.cached_rows for _ in range(4)]
+    assert reused[0] == 0 < reused[1] == reused[2] == reused[3]

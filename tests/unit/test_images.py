@@ -128,3 +128,16 @@ def test_all_pictures_of_a_conversation_come_in_order_and_within_their_number():
     with pytest.raises(RequestError) as error:
         open_pictures(messages, 2, LIMIT)
     assert error.value.code == "too_many_images" and "3 images, the limit is 2" in str(error.value)
+
+
+def test_a_photo_is_turned_as_its_exif_data_says():
+    """Phones store photos lying on their side, with a note on how to hold them."""
+    lying = PIL.Image.new("RGB", (4, 2), "red")
+    lying.putpixel((0, 0), (0, 0, 255))
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees clockwise
+    stream = io.BytesIO()
+    lying.save(stream, "PNG", exif=exif)
+    upright = open_picture(stream.getvalue(), 100).pixels
+    assert upright.size == (2, 4)
+    assert upright.getpixel((1, 0)) == (0, 0, 255)

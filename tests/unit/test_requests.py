@@ -2,9 +2,11 @@
 
 import math
 
+import jinja2
 import pytest
 
 from foreglance import Message, Request, RequestError, SamplingParams, Settings, Speculation
+from foreglance.prompt import OneAxis, Prompter
 from foreglance.request import Timings
 
 BAD_SAMPLING = {
@@ -98,3 +100,14 @@ def test_timings_add_up():
     assert timings.tokens_per_second == 18.0
     empty = Timings(10, 0, 0, 0, (), (), 1.0, 0.0, 1)
     assert (empty.acceptance, empty.tokens_per_step, empty.tokens_per_second) == (None, None, None)
+
+
+@pytest.mark.parametrize("error", [ValueError("no chat template is set"), jinja2.TemplateError("roles must alternate")])
+def test_a_conversation_that_the_template_refuses_is_a_bad_request(error):
+    class Tokenizer:
+        def apply_chat_template(self, conversation, **options):
+            raise error
+
+    prompter = Prompter(Tokenizer(), 0, OneAxis(), lambda picture: None)
+    with pytest.raises(RequestError, match=f"chat template does not take this conversation: {error}"):
+        prompter.rows([Message.of("user", "hi")], [])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from foreglance.bench.scenes import HELD_OUT_SEED, Scene, scene_from_seed
-from foreglance.request import Message, Request, SamplingParams, Speculation
+from foreglance.request import Message, Request, RequestError, SamplingParams, Speculation
 
 IMAGE_QUESTIONS = ("Describe the image.", "What do you see?", "Describe this picture.", "What is in the image?")
 TALK = (
@@ -48,6 +50,24 @@ def text_cases(count: int) -> list[Case]:
     talk = itertools.chain(TALK, told)  # each small-talk prompt once: greedy answers would only repeat
     both = (prompt for pair in zip(told, talk, strict=False) for prompt in pair)
     return [Case("text", (Message.of("user", prompt),)) for prompt in itertools.islice(both, count)]
+
+
+def cases_of(path: Path, count: int) -> list[Case]:
+    """The first `count` conversations of a JSONL file: `{"prompt": ..., "image": PATH or [PATH, ...]}` a line, paths
+    relative to the file, `image` optional. Raises `RequestError` naming the line."""
+    cases = []
+    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    for number, line in enumerate(lines[:count], 1):
+        try:
+            values = json.loads(line)
+            prompt, image = values["prompt"], values.get("image", [])
+        except (ValueError, KeyError, AttributeError) as error:
+            raise RequestError(
+                f"{path}, line {number}: want an object with a prompt ({error})", param="prompts"
+            ) from error
+        pictures = [path.parent / name for name in ([image] if isinstance(image, str) else image)]
+        cases.append(Case("image" if pictures else "text", (Message.of("user", prompt, pictures),)))
+    return cases
 
 
 def in_words(scene: Scene) -> str:

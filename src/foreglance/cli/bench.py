@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -59,15 +60,21 @@ def acceptance(
         "see,placeholder,skip,gap"
     ),
     kinds: Annotated[str, typer.Option(help="Comma-separated: image, text.")] = "image,text",
+    file: Annotated[
+        Path | None, typer.Option(help='JSONL with your own prompts: {"prompt": ..., "image": PATH} a line.')
+    ] = None,
+    figure: Annotated[Path | None, typer.Option(help="Folder for acceptance.svg and acceptance.png.")] = None,
     weights: Weights = "auto",
     as_json: Json = False,
 ) -> None:
     """Acceptance by depth and policy, with images and without, and the speed against drafts off."""
     from foreglance.bench import acceptance as bench
     from foreglance.bench.content import content_tokens
-    from foreglance.bench.prompts import image_cases, text_cases
+    from foreglance.bench.figure import draw
+    from foreglance.bench.prompts import cases_of, image_cases, text_cases
     from foreglance.bench.report import machine
 
+    given = None if file is None else cases_of(file, prompts)
     engine = _engine(model, weights)
     wanted = [
         bench.Setting("mtp", policy, depth if depth == "auto" else int(depth), float(temperature))
@@ -78,9 +85,13 @@ def acceptance(
     wanted += [bench.Setting("ngram", "see", 3, float(temperature)) for temperature in temperatures.split(",")]
     rows = []
     for kind in kinds.split(","):
-        cases = image_cases(prompts) if kind == "image" else text_cases(prompts)
-        with _bar(f"{kind} prompts", len(cases) * len(wanted)) as progress:
-            rows += bench.measure(engine, cases, wanted, max_tokens, content_tokens(engine), progress)
+        made = image_cases if kind == "image" else text_cases
+        cases = made(prompts) if given is None else [case for case in given if case.kind == kind]
+        if cases:
+            with _bar(f"{kind} prompts", len(cases) * len(wanted)) as progress:
+                rows += bench.measure(engine, cases, wanted, max_tokens, content_tokens(engine), progress)
+    if figure is not None:
+        to_stderr(f"wrote {', '.join(map(str, draw(rows, figure)))}")
     body = {"machine": machine(), "max_tokens": max_tokens, "results": [row.as_json() for row in rows]}
     _print(_acceptance_table(rows), as_json, body)
 
