@@ -57,11 +57,11 @@ def token_kinds(data: Path) -> Tensor:
     return kinds
 
 
-def token_weights(kinds: Tensor) -> Tensor:
-    """The weight of every token id in the loss when it is said; digits and written words are rare and weigh most."""
+def token_weights(kinds: Tensor, heavy: tuple[str, ...] = ("digit", "word")) -> Tensor:
+    """The weight of every token id in the loss when it is said; the rare ones weigh most: digits and written words."""
     weights = torch.where(kinds >= 0, CONTENT_WEIGHT, 1.0)
-    writing = [list(WORD_KINDS).index(name) for name in ("digit", "word")]
-    return torch.where(torch.isin(kinds, torch.tensor(writing)), WRITING_WEIGHT, weights)
+    rare = [list(WORD_KINDS).index(name) for name in heavy]
+    return torch.where(torch.isin(kinds, torch.tensor(rare)), WRITING_WEIGHT, weights)
 
 
 def next_token_loss(target: Target, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,6 +118,7 @@ def main(
     learning_rate: float = 1.5e-3,
     vision_rate: float = 4e-4,
     save_every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 180,
+    heavy: Annotated[str, typer.Option(help="Kinds of words that weigh most.")] = "digit word",
     seed: int = 1,
     threads: int = 1,
 ) -> None:
@@ -133,7 +134,7 @@ def main(
     facts = load_checkpoint(out, target, optimizer)
     step, spent = int(facts.get("step", 0)), facts.get("spent", 0.0)
     kinds, unseen = token_kinds(data), Shard(data / f"{VALIDATION}.npz")
-    weights = token_weights(kinds)
+    weights = token_weights(kinds, tuple(heavy.split()))
     batches = families.batches(family, data, rows, seed, step, vocabulary_size(data))
     tell = partial(validate, target, unseen, kinds, collate=families.collate(family))
 
