@@ -11,7 +11,8 @@ from foreglance.sequence import Sequence
 from foreglance.stats import Acceptance, CostCurve
 
 AUTO_DEEPEST = 8
-FIRST_PAUSE, LONGEST_PAUSE = 64, 512  # steps between two probes while drafting does not pay
+PLAIN_STEPS = 8  # at most, to learn what a step without drafts costs
+FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # steps between two probes while drafting does not pay
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Costs:
         self.acceptance: dict[str, Acceptance] = {}
 
     def of(self, kind: str) -> CostCurve:
-        return self.drafter.setdefault(kind, CostCurve())
+        return self.drafter.setdefault(kind, CostCurve(proportional=True))
 
     def prior(self, kind: str) -> Acceptance:
         return self.acceptance.setdefault(kind, Acceptance(fade=0.99))
@@ -56,11 +57,12 @@ class DepthControl:
     acceptance: Acceptance = field(init=False)
     pause: int = FIRST_PAUSE
     resting: int = 0
+    plain: int = 0
     ceiling: int = field(init=False)
 
     def __post_init__(self) -> None:
         prior = self.costs.prior(self.kind)
-        self.acceptance = Acceptance(prior, weight=1.0)
+        self.acceptance = Acceptance(prior)
         self.ceiling = max(1, round(prior.expected_tokens(AUTO_DEEPEST) - 1)) if prior else 1
 
     @property
@@ -80,6 +82,9 @@ class DepthControl:
         limit = max(0, min(self.deepest, wanted_tokens - 1))
         if self.wanted != "auto":
             return min(self.wanted, limit)
+        if not self.costs.target.knows_up_to(num_running) and self.plain < PLAIN_STEPS:
+            self.plain += 1
+            return 0
         if self.resting:
             self.resting -= 1
             return 0 if self.resting else min(1, limit)

@@ -8,46 +8,74 @@ from __future__ import annotations
 import math
 
 FASTER, SLOWER = 0.3, 0.05  # shared machines stall: follow a fast sample quickly, a slow one reluctantly
+MOST_WEIGHT = 5.0
 
 
 class CostCurve:
-    """Seconds as a function of a small count (rows of a step, depth of a draft), learned as it goes."""
+    """Seconds as a function of a small count (rows of a step, depth of a draft), learned as it goes.
 
-    def __init__(self) -> None:
+    A count is believed after `ENOUGH` samples, beginning with the fastest of them: one stalled sample must not keep a
+    depth from ever being tried again. Beyond the measured counts the curve goes on as a line. From a single count it is
+    `proportional` (a draft of depth k is k forwards) or flat (rows of a step are nearly free until they are measured).
+    """
+
+    ENOUGH = 3
+
+    def __init__(self, proportional: bool = False) -> None:
+        self._proportional = proportional
+        self._first: dict[int, list[float]] = {}
         self._seconds: dict[int, float] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._seconds)
+        return bool(self._seconds or self._first)
 
     def add(self, count: int, seconds: float) -> None:
-        old = self._seconds.get(count)
-        if old is None:
-            self._seconds[count] = seconds
-        else:
+        if count in self._seconds:
+            old = self._seconds[count]
             self._seconds[count] = old + (FASTER if seconds < old else SLOWER) * (seconds - old)
+            return
+        samples = self._first.setdefault(count, [])
+        samples.append(seconds)
+        if len(samples) >= self.ENOUGH:
+            self._seconds[count] = min(self._first.pop(count))
+
+    def knows_up_to(self, count: int) -> bool:
+        """Whether `count` or less is believed, so that `at(count)` is no guess from dearer ones."""
+        return any(known <= count for known in self._seconds)
 
     def at(self, count: int) -> float:
-        """Measured, or interpolated between the nearest measured counts; beyond them, flat on few samples (so that a
-        deeper draft is tried before it is judged)."""
+        """Measured, or on the line through the two nearest measured counts, and never more than what a larger count
+        costs. Before anything is believed, the fastest sample."""
+        if not self._seconds:
+            return min((min(samples) for samples in self._first.values()), default=0.0)
+        larger = min((seconds for known, seconds in self._seconds.items() if known > count), default=float("inf"))
+        return min(self._on_curve(count), larger)
+
+    def _on_curve(self, count: int) -> float:
         if count in self._seconds:
             return self._seconds[count]
-        below = max((c for c in self._seconds if c < count), default=None)
-        above = min((c for c in self._seconds if c > count), default=None)
-        if below is None and above is None:
-            return 0.0
-        if below is None or above is None:
-            return self._seconds[above if below is None else below]
-        share = (count - below) / (above - below)
-        return self._seconds[below] + share * (self._seconds[above] - self._seconds[below])
+        if len(self._seconds) == 1:
+            ((known, seconds),) = self._seconds.items()
+            return seconds * count / known if self._proportional else seconds
+        left, right = self._neighbours(count)
+        slope = max(0.0, (self._seconds[right] - self._seconds[left]) / (right - left))
+        return max(0.0, self._seconds[left] + slope * (count - left))
+
+    def _neighbours(self, count: int) -> tuple[int, int]:
+        """The believed counts around `count`, or the two nearest on its one side."""
+        below = sorted(c for c in self._seconds if c < count)
+        above = sorted(c for c in self._seconds if c > count)
+        if below and above:
+            return below[-1], above[0]
+        return (below[-2], below[-1]) if below else (above[0], above[1])
 
 
 class Acceptance:
     """How often the guess at each depth stands, given that those before it stood. Old rounds fade."""
 
-    def __init__(self, prior: Acceptance | None = None, fade: float = 0.95, weight: float = 2.0):
+    def __init__(self, prior: Acceptance | None = None, fade: float = 0.95):
         self._prior = prior
         self._fade = fade
-        self._weight = weight
         self._tried: list[float] = []
         self._stood: list[float] = []
 
@@ -67,7 +95,16 @@ class Acceptance:
         prior = self._prior.at(depth) if self._prior is not None else (self.at(depth - 1) if depth > 1 else 0.7)
         if depth > len(self._tried):
             return min(prior, self.at(depth - 1)) if depth > 1 else prior
-        return (self._stood[depth - 1] + self._weight * prior) / (self._tried[depth - 1] + self._weight)
+        weight = self._weight(depth)
+        return (self._stood[depth - 1] + weight * prior) / (self._tried[depth - 1] + weight)
+
+    def _weight(self, depth: int) -> float:
+        """How many rounds the prior is worth: one if it knows nothing itself, a few if it has seen many."""
+        return 1.0 if self._prior is None else 1.0 + min(MOST_WEIGHT, self._prior.tried(depth) / 4)
+
+    def tried(self, depth: int) -> float:
+        """Rounds, faded, that put a guess at `depth` to the test."""
+        return self._tried[depth - 1] if depth <= len(self._tried) else 0.0
 
     def expected_tokens(self, depth: int) -> float:
         """Tokens gained by a step that verifies `depth` guesses: one and the run of guesses that stand."""

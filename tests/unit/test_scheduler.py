@@ -62,6 +62,16 @@ def test_drafts_that_always_stand_go_deep():
     assert max(clock.depths) == AUTO_DEEPEST and not control.is_off
 
 
+def test_a_sequence_learns_what_a_plain_step_costs_before_it_drafts():
+    clock = Clock(lambda step, depth: depth, row=0.02, guess=0.02)
+    clock.run(auto(clock), 40)
+    assert clock.depths[:3] == [0, 0, 1]  # the first step is plain anyway
+    second = auto(clock)
+    assert second.next(1, 100) > 0
+    alone = auto(Clock(lambda step, depth: depth))
+    assert any(alone.next(1, 100) for _ in range(20)), "and does not wait for it forever"
+
+
 def test_drafting_comes_back_when_the_text_changes():
     clock = Clock(lambda step, depth: depth if step > 300 else 0, row=0.02, guess=0.02)
     control = auto(clock)

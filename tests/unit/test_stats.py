@@ -6,23 +6,47 @@ from hypothesis import strategies as st
 from foreglance.stats import Acceptance, CostCurve
 
 
-def test_a_cost_is_measured_interpolated_or_flat():
+def test_a_cost_is_measured_or_on_a_line():
     curve = CostCurve()
     assert not curve and curve.at(3) == 0.0
-    curve.add(1, 1.0)
-    curve.add(5, 3.0)
+    for _ in range(CostCurve.ENOUGH):
+        curve.add(1, 1.0)
+        curve.add(5, 3.0)
     assert curve
     assert [curve.at(n) for n in (1, 2, 3, 5)] == [1.0, 1.5, 2.0, 3.0]
-    assert curve.at(50) == 3.0
+    assert curve.at(50) == 25.5
 
 
 def test_a_stall_hardly_moves_a_cost_and_a_fast_sample_does():
     slow, fast = CostCurve(), CostCurve()
     for curve, seconds in ((slow, 2.0), (fast, 0.5)):
-        curve.add(1, 1.0)
+        for _ in range(CostCurve.ENOUGH):
+            curve.add(1, 1.0)
         curve.add(1, seconds)
     assert 1.0 < slow.at(1) < 1.1
     assert 0.5 < fast.at(1) < 0.9
+
+
+def test_one_measured_count_is_flat_or_proportional():
+    flat, proportional = CostCurve(), CostCurve(proportional=True)
+    for _ in range(CostCurve.ENOUGH):
+        flat.add(2, 1.0)
+        proportional.add(2, 1.0)
+    assert [flat.at(n) for n in (1, 2, 8)] == [1.0, 1.0, 1.0]
+    assert [proportional.at(n) for n in (1, 2, 8)] == [0.5, 1.0, 4.0]
+
+
+def test_a_count_is_believed_after_some_samples_and_begins_with_the_fastest():
+    """One stalled sample of a depth kept it from ever being tried again."""
+    curve = CostCurve()
+    for _ in range(CostCurve.ENOUGH):
+        curve.add(2, 1.0)
+    assert curve.knows_up_to(2) and not curve.knows_up_to(1)
+    curve.add(3, 50.0)
+    assert curve.at(3) == 1.0
+    curve.add(3, 1.2)
+    curve.add(3, 1.3)
+    assert curve.at(3) == 1.2
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=30), st.integers(1, 12))
