@@ -29,10 +29,7 @@ class Lane:
     width: int
     first: int = 0
     waiting: list[Tensor] = field(default_factory=list)
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(len(states) for states in self.waiting)
+    num_waiting: int = 0  # rows in `waiting`, counted along: it is asked for in every step
 
     @property
     def ready(self) -> int:
@@ -51,12 +48,14 @@ class Lane:
         if states is None or first_row != expected:
             raise RuntimeError(f"states of rows from {first_row} on, but row {expected} is next")
         self.waiting.append(states)
+        self.num_waiting += len(states)
 
     def due(self) -> Tensor:
         """Take the states of rows [first, ready)."""
         states = self.rest()
         count = max(self.ready - self.first, 0)
         self.first, self.waiting = self.first + count, [states[count:]] if count < len(states) else []
+        self.num_waiting -= count
         return states[:count]
 
     def rest(self) -> Tensor:
@@ -99,7 +98,7 @@ class Lanes:
             assert memory.cache is not None and memory.checkpoint is not None
             self.store.adopt(sequence.id, memory.cache, memory.checkpoint)
             lane.first, states = memory.notes
-            lane.waiting = [states] if len(states) else []
+            lane.waiting, lane.num_waiting = [states] if len(states) else [], len(states)
         self._lanes[sequence.id] = lane
 
     def remember(self, sequence: Sequence, key: str) -> Memory:

@@ -55,6 +55,8 @@ class MtpDrafter:
             self._lanes[one.sequence].receive(one.first_row, one.hidden)
         # 2. who must catch up now: those that draft, those in prefill, and those that waited long
         due = [one for one in settled if one.depth or self._must_catch_up(one.sequence)]
+        if not due:
+            return {}
         inputs = inputs_of(self._head, [one.sequence for one in due])
         # 3. catch up and make the first guess in one batch
         parts = [self._due_part(self._lanes[one.sequence], one.depth) for one in due]
