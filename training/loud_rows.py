@@ -29,7 +29,7 @@ PROJECTORS = {
 
 
 def fitted(x: Tensor, labels: Tensor) -> tuple[Tensor, float]:
-    """Weights [hidden, classes] that tell labels from centred rows, and how often they are right on a held-out tenth."""
+    """Weights [hidden, classes] that tell labels from centred rows, and their share right on a held-out tenth."""
     wanted = F.one_hot(labels, int(labels.max()) + 1).float()
     wanted -= wanted.mean(0)
     x = x - x.mean(0)
