@@ -256,6 +256,7 @@ CHANGED = (
 TOWER_NAMES = {
     "vision_model.transformer.resblocks.1.attn.in_proj_weight": "layers.1.self_attn",
     "vision_model.vit_downsampler2.bias": "downsampler2.bias",
+    "vit_large_projector.weight": "_projector.weight",  # its published names differ in what stands before
 }
 
 
