@@ -3,4 +3,4 @@
 EXTRA="[test]" source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
-exec "$VENV/bin/python" -m pytest "$@"
+exec "$VENV/bin/python" -m pytest -n auto "$@"

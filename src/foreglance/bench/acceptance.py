@@ -71,8 +71,8 @@ def run(engine: Engine, request: Request) -> Run:
     events = list(engine.stream(request))
     result = events[-1].result
     assert result is not None
-    for event in _guessed(events, request):
-        firsts.append((event.tokens[0].id, event.tokens[0].depth == 1))
+    if result.draft.kind != "none":
+        firsts = [(event.tokens[0].id, event.tokens[0].depth == 1) for event in _guessed(events, request)]
     return Run(result, tuple(firsts))
 
 

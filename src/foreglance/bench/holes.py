@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from foreglance.bench.acceptance import run
+from foreglance.bench.acceptance import Run, run
 from foreglance.bench.prompts import Case
 from foreglance.bench.report import Progress, interval, silent
 from foreglance.drafters.base import Settled
@@ -90,12 +90,14 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class HoleRow:
-    """Acceptance at depth 1 and tokens per step with 95 % intervals over prompts."""
+    """Acceptance at depth 1 and tokens per step with 95 % intervals over prompts; `off_because` says why there are
+    none, e.g. since holes lead beyond the positions that the model has."""
 
     variant: str
     prompts: int
     acceptance: tuple[float, float, float] | None
     tokens_per_step: tuple[float, float, float] | None
+    off_because: str | None = None
 
 
 def measure(
@@ -115,10 +117,17 @@ def measure(
             sampling = SamplingParams(max_tokens=max_tokens, seed=index)
             runs.append(run(engine, case.request(sampling, Speculation("mtp", depth, variant.policy))))
             progress(number * len(cases) + index + 1, len(variants) * len(cases))
-        first = interval(np.array([[sum(ok for _, ok in r.firsts), len(r.firsts)] for r in runs]))
-        steps = interval(np.array([[r.result.timings.num_tokens - 1, r.result.timings.steps] for r in runs]))
-        rows.append(HoleRow(variant.name, len(cases), first, steps))
+        rows.append(_row(variant, runs))
     return rows
+
+
+def _row(variant: Variant, runs: Sequence[Run]) -> HoleRow:
+    off = next((r.result.draft.off_because for r in runs if r.result.draft.off_because), None)
+    if off is not None:
+        return HoleRow(variant.name, len(runs), None, None, off)
+    first = interval(np.array([[sum(ok for _, ok in r.firsts), len(r.firsts)] for r in runs]))
+    steps = interval(np.array([[r.result.timings.num_tokens - 1, r.result.timings.steps] for r in runs]))
+    return HoleRow(variant.name, len(runs), first, steps)
 
 
 def _drafter(engine: Engine, variant: Variant) -> MtpDrafter:

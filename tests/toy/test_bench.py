@@ -1,0 +1,92 @@
+"""The benchmarks count what they say they count, on the embedded model."""
+
+import json
+
+import pytest
+
+from foreglance import Engine, SamplingParams, Settings, Speculation
+from foreglance.bench import acceptance, exactness, holes, operations
+from foreglance.bench.content import content_tokens
+from foreglance.bench.prompts import cases_of, image_cases, text_cases
+from foreglance.bench.report import interval
+from foreglance.request import RequestError
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load("tiny-qwen", Settings(prefix_slots=0))
+
+
+def test_acceptance_rows_hold_what_the_runs_gave(engine):
+    settings = [acceptance.Setting("mtp", policy, 2, 0.0) for policy in ("see", "skip")]
+    see, skip = acceptance.measure(engine, image_cases(2), settings, 24, content_tokens(engine))
+    assert see.differing == skip.differing == 0 and see.tokens == 48
+    assert len(see.acceptance_by_depth) == 2 and 0 < see.acceptance_by_depth[0] <= 1
+    assert see.tokens_per_step > skip.tokens_per_step > 1
+    assert set(see.as_json()) >= {
+        "model", "draft", "policy", "depth", "temperature", "image", "prompts", "acceptance_by_depth",
+        "content_acceptance", "tokens_per_step", "speedup",
+    }  # fmt: skip
+
+
+def test_first_guesses_are_counted_as_the_engine_counts_them(engine):
+    request = image_cases(1)[0].request(SamplingParams(max_tokens=40), Speculation("mtp", 3))
+    run = acceptance.run(engine, request)
+    assert len(run.firsts) == run.result.timings.drafted[0]
+    assert sum(stood for _, stood in run.firsts) == run.result.timings.accepted[0]
+
+
+def test_text_without_images_is_drafted_alike_under_every_policy(engine):
+    cases = text_cases(3)
+    for case in cases:
+        results = [
+            engine.generate(case.request(SamplingParams(max_tokens=30), Speculation("mtp", 3, policy)))[0]
+            for policy in ("see", "placeholder", "skip", "gap")
+        ]
+        assert len({result.token_ids for result in results}) == 1
+        assert len({(result.timings.drafted, result.timings.accepted) for result in results}) == 1
+
+
+def test_exactness_stops_at_the_first_difference_and_says_how_to_see_it(engine, monkeypatch):
+    assert exactness.run(engine, 60, max_tokens=12).differing == 0
+    real = exactness.differing
+    monkeypatch.setattr(exactness, "differing", lambda one, other: 1 + real(one, other))
+    report = exactness.run(engine, 10_000, max_tokens=12)
+    assert report.differing and report.rounds == 1 and report.reproduction["wrong"]["sampling"]["seed"] >= 0
+
+
+def test_a_state_of_the_wrong_row_costs_guesses_and_never_a_token(engine):
+    names = {variant.shift: variant for variant in holes.VARIANTS if variant.policy == "skip"}
+    skip, late = holes.measure(engine, image_cases(4), max_tokens=32, variants=[names[0], names[1]])
+    assert late.acceptance[0] < skip.acceptance[0] - 0.1
+
+
+def test_a_hole_beyond_the_positions_of_the_model_is_said():
+    engine = Engine.load("tiny-qwen", Settings(prefix_slots=0, context=128))
+    far = holes.Variant("too far", "gap", extra=1000)
+    (row,) = holes.measure(engine, image_cases(1), max_tokens=8, variants=[far])
+    assert row.acceptance is None and "drafter failed" in row.off_because
+
+
+def test_the_table_of_operations_adds_up():
+    request = image_cases(1)[0].request(SamplingParams(max_tokens=12), Speculation("mtp", 2))
+    lines = operations.measure("tiny-qwen", request, rounds=1)
+    assert abs(sum(line.share for line in lines) - 1) < 1e-6
+    assert {"target", "draft head", "step"} <= {line.scope for line in lines}
+
+
+def test_own_prompts_are_read_and_bad_lines_are_named(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "what?", "image": "a.png"}) + "\n\n" + json.dumps({"prompt": "hi"}) + "\n")
+    image, text = cases_of(path, 10)
+    assert (image.kind, text.kind) == ("image", "text")
+    assert image.messages[0].parts[0].source == tmp_path / "a.png"
+    path.write_text("{}\n")
+    with pytest.raises(RequestError, match="line 1"):
+        cases_of(path, 10)
+
+
+def test_an_interval_is_a_ratio_of_sums_and_holds_it():
+    assert interval([[0, 0]]) is None
+    value, low, high = interval([[1, 2], [2, 2], [0, 2], [2, 2]])
+    assert value == 5 / 8 and low < value < high
