@@ -21,11 +21,7 @@ def test_nothing_leaks_out_of_the_cells_of_a_scene(seed):
     scene, picture = scenes.scene_from_seed(scenes.HELD_OUT_SEED + seed)
     pixels = np.asarray(picture).astype(int)
     assert pixels.shape == (scenes.IMAGE_SIZE, scenes.IMAGE_SIZE, 3)
-    used = {
-        cell
-        for item in scene.items
-        for cell in range(item.cell, item.cell + (2 if item.kind == "word" else 1))
-    }
+    used = {cell for item in scene.items for cell in range(item.cell, item.cell + (2 if item.kind == "word" else 1))}
     size = scenes.CELL_SIZE
     empty = [cell for cell in range(scenes.GRID**2) if cell not in used]
     blocks = {
@@ -34,9 +30,7 @@ def test_nothing_leaks_out_of_the_cells_of_a_scene(seed):
     }
     ground = blocks[empty[0]][size // 2, size // 2]
     for cell in empty:
-        assert np.abs(blocks[cell][1:-1, 1:-1] - ground).max() <= 2, (
-            f"something is drawn in empty cell {cell}"
-        )
+        assert np.abs(blocks[cell][1:-1, 1:-1] - ground).max() <= 2, f"something is drawn in empty cell {cell}"
     for cell in used:
         assert np.abs(blocks[cell] - ground).max() > 30, f"nothing is to be seen in cell {cell}"
 
