@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 
-from foreglance.bench.scenes import HELD_OUT_SEED
+from foreglance.bench.scenes import HELD_OUT_SEED, SHAPES
 from training.families import family_module
 from training.schedule import single_thread
 from training.train_target import vocabulary_size
@@ -54,8 +54,8 @@ def louder(image_rows, probes: list[str], loudness: float, batches: int) -> tupl
     quiet = torch.linalg.eigh(torch.cov(x.T)).eigenvectors
     change, right, used = torch.eye(x.shape[1]), {}, 0
     for name in probes:
-        label = labels[:, list(PROBES).index(name)]
-        asked = items & (label >= 0)
+        label = kind - 1 if name == "shape" else labels[:, list(PROBES).index(name)]
+        asked = items & (label >= 0) & ((name != "shape") | (label < len(SHAPES)))
         fit, right[name] = fitted(x[asked], label[asked])
         centred = x[asked] - x[asked].mean(0)
         size = x[asked].norm(dim=-1).mean() / (centred @ fit).norm(dim=-1).mean()
@@ -69,7 +69,7 @@ def main(
     data: Annotated[Path, typer.Option(help="Folder of prepare.")],
     target: Annotated[Path, typer.Option(help="Checkpoint of train_target.")],
     out: Annotated[Path, typer.Option(help="The changed checkpoint, to go on from.")],
-    probes: Annotated[str, typer.Option(help="What to make loud, names of the warm-up's probes.")] = "colour",
+    probes: Annotated[str, typer.Option(help="What to make loud: names of the warm-up's probes, or shape.")] = "colour",
     loudness: Annotated[float, typer.Option(help="Size of each added part, as a share of a row's.")] = 0.5,
     batches: int = 16,
     threads: int = 1,
