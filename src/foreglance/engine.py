@@ -51,6 +51,7 @@ class Running:
     drafter: Drafter
     depth: DepthControl
     points: list[Point]
+    explained: bool = False
 
 
 class Engine:
@@ -422,12 +423,15 @@ class Engine:
         self._forget(running)
 
     def _explain(self, running: Running) -> None:
-        """Say so while automatic depth stands at no drafts, or if the drafter has no more."""
-        if running.drafter.kind != "none":
-            chance = running.depth.acceptance.at(1)
-            reason = f"drafting did not pay on this text (acceptance about {chance:.0%} at depth 1)"
-            off = running.sequence.undrafted or (reason if running.depth.is_off else None)
-            running.sequence.report = replace(running.sequence.report, off_because=off)
+        """Say so while automatic depth stands at no drafts, or if the drafter has no more; anew only when that changes,
+        since this is asked in every step."""
+        sequence, resting = running.sequence, running.depth.is_off
+        if running.drafter.kind == "none" or (running.explained == resting and sequence.undrafted is None):
+            return
+        running.explained = resting
+        chance = running.depth.acceptance.at(1)
+        reason = f"drafting did not pay on this text (acceptance about {chance:.0%} at depth 1)"
+        sequence.report = replace(sequence.report, off_because=sequence.undrafted or (reason if resting else None))
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End a sequence from outside: nothing of it stays."""

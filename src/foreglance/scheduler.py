@@ -12,7 +12,7 @@ from foreglance.stats import Acceptance, CostCurve
 
 AUTO_DEEPEST = 8
 PLAIN_STEPS = 8  # at most, to learn what a step without drafts costs
-FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # steps between two probes while drafting does not pay
+FIRST_PAUSE, LONGEST_PAUSE = 64, 512  # steps between two probes while drafting does not pay
 
 
 @dataclass(frozen=True)
