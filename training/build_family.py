@@ -18,18 +18,22 @@ EMBEDDED = ROOT.parent / "src" / "foreglance" / "embedded"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Seconds of each stage on one core; 0 leaves it out. `head` is the module that trains the draft."""
+    """Seconds of each stage on one core; 0 leaves it out. `head` is the module that trains the draft, `loud` what
+    `loud_rows` adds to the image rows after the warm-up.
+    """
 
     vision: float
     target: float
     learning_rate: float
     head: str | None = None
     draft: float = 0
+    loud: str = ""
 
 
+GEMMA_LOUD = "shape size colour tens ones word"
 RECIPES = {
-    "step": Recipe(vision=290, target=3720, learning_rate=1.5e-3, head="step_head", draft=900),
-    "gemma": Recipe(vision=170, target=2500, learning_rate=1.5e-3, head="gemma_assistant", draft=720),
+    "step": Recipe(vision=290, target=3720, learning_rate=1.5e-3, head="step_head", draft=900, loud="colour"),
+    "gemma": Recipe(vision=170, target=2500, learning_rate=1.5e-3, head="gemma_assistant", draft=720, loud=GEMMA_LOUD),
     "text": Recipe(vision=0, target=600, learning_rate=3e-3),
 }
 
@@ -70,10 +74,26 @@ def main(
         seconds = vision_seconds or recipe.vision
         run(start("warm_vision", family=family, out=vision, seconds=seconds, threads=threads))
         done("vision tower")
-    tower = {"vision": vision} if recipe.vision else {}
+    loud = work / f"{family}-vision-loud.safetensors"
+    if recipe.loud and not loud.exists():
+        run(start("loud_rows", family=family, data=data, target=vision, out=loud, probes=recipe.loud, batches=40))
+        done("image rows")
+    tower = {"vision": loud} if recipe.loud else {}
     seconds = target_seconds or recipe.target
     rate = recipe.learning_rate
-    run(start("train_target", family=family, out=target, seconds=seconds, learning_rate=rate, **common, **tower))
+    heavy = "digit word colour shape"
+    run(
+        start(
+            "train_target",
+            family=family,
+            out=target,
+            seconds=seconds,
+            learning_rate=rate,
+            heavy=heavy,
+            **common,
+            **tower,
+        )
+    )
     done("target")
     if recipe.head:
         run(start(recipe.head, target=target, out=draft, seconds=draft_seconds or recipe.draft, **common))

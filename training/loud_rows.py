@@ -14,6 +14,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foreglance.bench.scenes import HELD_OUT_SEED, SHAPES
@@ -67,8 +68,8 @@ def louder(image_rows, probes: list[str], loudness: float, batches: int) -> tupl
 def main(
     family: Annotated[str, typer.Option(help="step or gemma.")],
     data: Annotated[Path, typer.Option(help="Folder of prepare.")],
-    target: Annotated[Path, typer.Option(help="Checkpoint of train_target.")],
-    out: Annotated[Path, typer.Option(help="The changed checkpoint, to go on from.")],
+    target: Annotated[Path, typer.Option(help="Checkpoint of train_target, or tower of warm_vision.")],
+    out: Annotated[Path, typer.Option(help="The changed file, to go on from.")],
     probes: Annotated[str, typer.Option(help="What to make loud: names of the warm-up's probes, or shape.")] = "colour",
     loudness: Annotated[float, typer.Option(help="Size of each added part, as a share of a row's.")] = 0.5,
     batches: int = 16,
@@ -76,12 +77,21 @@ def main(
 ) -> None:
     """Changes the projector in a checkpoint."""
     single_thread(threads)
-    state = torch.load(target, weights_only=True)
     model = family_module(family).Target(vocabulary_size(data)).eval()
-    model.load_state_dict(state["module"])
+    is_tower = target.suffix == ".safetensors"
+    state = {} if is_tower else torch.load(target, weights_only=True)
+    if is_tower:
+        model.vision.load_state_dict(load_file(target))
+    else:
+        model.load_state_dict(state["module"])
     change, right = louder(model.image_rows, probes.split(), loudness, batches)
-    state["module"][PROJECTORS[family]] = change @ state["module"][PROJECTORS[family]]
-    torch.save(state, out)
+    weight = model.get_parameter(PROJECTORS[family])
+    weight.data = change @ weight.data
+    if is_tower:
+        save_file(model.vision.state_dict(), out)
+    else:
+        state["module"][PROJECTORS[family]] = weight.data
+        torch.save(state, out)
     print(" ".join(f"{name} {share:.3f}" for name, share in right.items()))
 
 
