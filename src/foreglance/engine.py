@@ -172,11 +172,7 @@ class Engine:
             wanted, off = "none", "drafts were switched off" if wanted == "none" else "depth 0 was asked for"
         elif wanted == "auto":
             wanted = next((kind for kind in BEST_DRAFTS if kind in self._drafters), "none")
-            off = (
-                None
-                if wanted != "none"
-                else f"the checkpoint of {self.target.spec.name} has no draft head (no mtp.* tensors)"
-            )
+            off = None if wanted != "none" else f"the checkpoint of {self.target.spec.name} has no draft head"
         elif wanted not in self._drafters:
             lacking = (
                 "the engine was given no second model"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 FASTER, SLOWER = 0.3, 0.05  # shared machines stall: follow a fast sample quickly, a slow one reluctantly
-MOST_WEIGHT = 5.0
+LEAST_WEIGHT, MOST_WEIGHT = 4.0, 9.0
 
 
 class CostCurve:
@@ -99,8 +99,10 @@ class Acceptance:
         return (self._stood[depth - 1] + weight * prior) / (self._tried[depth - 1] + weight)
 
     def _weight(self, depth: int) -> float:
-        """How many rounds the prior is worth: one if it knows nothing itself, a few if it has seen many."""
-        return 1.0 if self._prior is None else 1.0 + min(MOST_WEIGHT, self._prior.tried(depth) / 4)
+        """How many rounds the prior is worth: a few, so that one unlucky guess decides nothing; more if it has seen
+        many rounds itself."""
+        seen = 0.0 if self._prior is None else self._prior.tried(depth)
+        return min(LEAST_WEIGHT + seen / 4, MOST_WEIGHT)
 
     def tried(self, depth: int) -> float:
         """Rounds, faded, that put a guess at `depth` to the test."""

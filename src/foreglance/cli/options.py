@@ -72,7 +72,13 @@ class ModelOptions(JsonOption):
     )
     weights: Annotated[str, _option("--weights", panel=MODEL, help="auto, fp32 or fp16.")] = Settings.weights
     threads: Annotated[
-        int | None, _option("--threads", min=1, panel=MODEL, help="CPU threads; default: torch's choice.")
+        int | None,
+        _option(
+            "--threads",
+            min=1,
+            panel=MODEL,
+            help="CPU threads; default: one for a model under 64 MB, else torch's choice.",
+        ),
     ] = None
 
     def settings(self, **layout: int | None) -> Settings:

@@ -56,6 +56,23 @@ def hush() -> None:
         warnings.simplefilter("ignore", category)
 
 
+SMALL_MODEL = 64 << 20  # bytes of weights
+
+
+def threads_for(model: str) -> int:
+    """One thread for a model so small that waiting for a second one costs more than it brings; else torch's choice."""
+    import torch
+
+    from foreglance.models.base import ModelError
+    from foreglance.models.weights import find_model
+
+    try:
+        stored = sum(path.stat().st_size for path in find_model(model).glob("*.safetensors"))
+    except ModelError:
+        return torch.get_num_threads()  # loading will say what is wrong
+    return 1 if stored <= SMALL_MODEL else torch.get_num_threads()
+
+
 def load_engine(options: ModelOptions, settings: Settings, draft: str = "auto", second: str | None = None) -> Engine:
     """Load the model that the options name, and a second one that drafts: `second`, or the assistant that lies beside
     the target. Anything wrong with them is the user's to mend, so it is a `RequestError`."""
@@ -66,8 +83,8 @@ def load_engine(options: ModelOptions, settings: Settings, draft: str = "auto", 
     from foreglance.models.base import ModelError
     from foreglance.models.weights import find_assistant, find_model
 
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    if options.threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(options.threads or threads_for(options.model))
     if second is not None:
         try:
             find_model(second)
