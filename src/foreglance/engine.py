@@ -153,6 +153,11 @@ class Engine:
         self._scheduler.add(sequence)
         return request.id
 
+    @property
+    def best_draft(self) -> str:
+        """The kind of drafter that "auto" takes; "none" if there is none."""
+        return next((kind for kind in BEST_DRAFTS if kind in self._drafters), "none")
+
     def use_drafter(self, drafter: Drafter) -> None:
         """Put a drafter in, in place of the one of its kind; only while nothing runs."""
         if not self.is_idle:
@@ -171,7 +176,7 @@ class Engine:
         if wanted == "none" or depth == 0:
             wanted, off = "none", "drafts were switched off" if wanted == "none" else "depth 0 was asked for"
         elif wanted == "auto":
-            wanted = next((kind for kind in BEST_DRAFTS if kind in self._drafters), "none")
+            wanted = self.best_draft
             off = None if wanted != "none" else f"the checkpoint of {self.target.spec.name} has no draft head"
         elif wanted not in self._drafters:
             lacking = (

@@ -20,7 +20,7 @@ def draw(rows: Sequence[Row], folder: Path, name: str = "acceptance") -> list[Pa
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    drawn = [row for row in rows if row.image and row.temperature == 0 and row.depth != "auto" and row.draft == "mtp"]
+    drawn = [row for row in rows if row.image and row.temperature == 0 and row.depth != "auto" and row.draft != "ngram"]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6), gridspec_kw={"width_ratios": [3, 2]})
     figure.patch.set_facecolor("white")
     policies = [policy for policy in COLOURS if any(row.policy == policy for row in drawn)]

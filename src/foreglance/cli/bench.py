@@ -34,10 +34,10 @@ def _bar(text: str, total: int) -> Iterator:
         yield lambda done, of=total: progress.update(task, completed=done, total=of)
 
 
-def _engine(model: str, weights: str, slots: int = 1):
+def _engine(model: str, weights: str, slots: int = 1, second: str | None = None):
     """Every run computes its whole prompt: no prefix is reused."""
     options = ModelOptions(model=model, weights=weights)
-    return load_engine(options, options.settings(slots=slots, prefix_slots=0))
+    return load_engine(options, options.settings(slots=slots, prefix_slots=0), second=second)
 
 
 def _print(made: object, as_json: bool, body: dict) -> None:
@@ -63,6 +63,7 @@ def acceptance(
     file: Annotated[
         Path | None, typer.Option(help='JSONL with your own prompts: {"prompt": ..., "image": PATH} a line.')
     ] = None,
+    draft: Annotated[str | None, typer.Option(help="A second model that drafts; default: the model's own.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Folder for acceptance.svg and acceptance.png.")] = None,
     weights: Weights = "auto",
     as_json: Json = False,
@@ -75,12 +76,14 @@ def acceptance(
     from foreglance.bench.report import machine
 
     given = None if file is None else cases_of(file, prompts)
-    engine = _engine(model, weights)
+    engine = _engine(model, weights, second=draft)
+    drafter, chosen = engine.best_draft, policies.split(",")
     wanted = [
-        bench.Setting("mtp", policy, depth if depth == "auto" else int(depth), float(temperature))
-        for policy in policies.split(",")
+        bench.Setting(drafter, policy, depth if depth == "auto" else int(depth), float(temperature))
+        for policy in (chosen if drafter == "mtp" else ["see"])  # others have no rows of their own for an image
         for depth in depths.split(",")
         for temperature in temperatures.split(",")
+        if drafter != "none"
     ]
     wanted += [bench.Setting("ngram", "see", 3, float(temperature)) for temperature in temperatures.split(",")]
     rows = []
