@@ -71,7 +71,7 @@ def run(
 ) -> Report:
     """Compare at least `tokens` tokens. `engine` should not reuse prefixes (`Settings(prefix_slots=0)`)."""
     rng, pool = random.Random(seed), cases()
-    drafts = ("mtp", "mtp", "ngram") if engine.target.head is not None else ("ngram",)
+    drafts = ("ngram",) if engine.best_draft == "none" else (engine.best_draft, engine.best_draft, "ngram")
     report = Report(settings={"seed": seed, "max_tokens": max_tokens, "model": engine.target.spec.name})
     while report.tokens < tokens and not report.differing:
         trials = [draw(rng, max_tokens, drafts) for _ in range(rng.randint(1, engine.settings.slots))]
