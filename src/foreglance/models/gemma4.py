@@ -31,10 +31,10 @@ from foreglance.models.base import Caches, ModelError, ModelSpec, tiles_of
 from foreglance.models.gemma4_vision import GemmaVision
 from foreglance.models.layers import RotaryTable, default_inv_freq, rotary_table
 from foreglance.models.moe import Experts, Routing, expert_shapes
+from foreglance.models.vision import no_tower
 from foreglance.models.weights import Weights
 from foreglance.ops.base import Blocks, Ops, PackedLinear
 from foreglance.prompt import ImageInput, OneAxis
-from foreglance.request import RequestError
 
 FAMILY = "gemma4"
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -453,11 +453,7 @@ class Gemma4:
 
     def prepare(self, picture: Picture) -> ImageInput:
         if self.vision is None:
-            raise RequestError(
-                f"the checkpoint of {self.spec.name} has no vision tower, so it takes no images",
-                param="image",
-                code="images_unsupported",
-            )
+            raise no_tower(self.spec.name)
         return self.vision.prepare(picture)
 
     def embed_image(self, image: ImageInput) -> Tensor:

@@ -35,11 +35,10 @@ from foreglance.models.layers import (
     interleaved_mrope_axes,
     rotary_table,
 )
-from foreglance.models.vision import QwenVision
+from foreglance.models.vision import QwenVision, no_tower
 from foreglance.models.weights import Weights
 from foreglance.ops.base import Ops, PackedLinear
 from foreglance.prompt import ImageInput, MRope
-from foreglance.request import RequestError
 
 FAMILY = "qwen3_5"
 HIDDEN_FROM = "post_norm"  # the state that the MTP head is fed and chains
@@ -347,11 +346,7 @@ class Qwen3_5:
 
     def prepare(self, picture: Picture) -> ImageInput:
         if self.vision is None:
-            raise RequestError(
-                f"the checkpoint of {self.spec.name} has no vision tower, so it takes no images",
-                param="image",
-                code="images_unsupported",
-            )
+            raise no_tower(self.spec.name)
         return self.vision.prepare(picture)
 
     def embed_image(self, image: ImageInput) -> Tensor:

@@ -33,10 +33,10 @@ from foreglance.models.base import Caches, HeadSpec, ModelError, ModelSpec, tile
 from foreglance.models.layers import RotaryTable, default_inv_freq, embed_rows, rotary_table
 from foreglance.models.moe import Experts, Routing, expert_shapes
 from foreglance.models.step_vision import TOWERS, StepVision
+from foreglance.models.vision import no_tower
 from foreglance.models.weights import Weights
 from foreglance.ops.base import Ops, PackedLinear
 from foreglance.prompt import ImageInput, OneAxis
-from foreglance.request import RequestError
 
 FAMILY = "step3p7"
 HIDDEN_FROM = "pre_norm"  # the target's state that module 0 is fed: before the final norm
@@ -358,11 +358,7 @@ class Step3p7:
 
     def prepare(self, picture: Picture) -> ImageInput:
         if self.vision is None:
-            raise RequestError(
-                f"the checkpoint of {self.spec.name} has no vision tower, so it takes no images",
-                param="image",
-                code="images_unsupported",
-            )
+            raise no_tower(self.spec.name)
         return self.vision.prepare(picture)
 
     def embed_image(self, image: ImageInput) -> Tensor:

@@ -56,6 +56,13 @@ class QwenVision:
         return self._tower(pixels, grid_thw=grid).pooler_output.float()
 
 
+def no_tower(name: str) -> RequestError:
+    """The answer to an image for a checkpoint without a vision tower."""
+    return RequestError(
+        f"the checkpoint of {name} has no vision tower, so it takes no images", param="image", code="images_unsupported"
+    )
+
+
 def load_processor(folder: Path) -> Any:
     from transformers import AutoImageProcessor
 
