@@ -2,7 +2,8 @@
 
 Asks `drafters.rows` and invents nothing. A column stands for a target row; a draft row stands in the column of the row
 whose *input* it takes (it carries the target's state of the row before), so a draft has nothing in column 0 and what a
-policy leaves out is a hole. One column more stands for the first token of the answer. Draws nothing, no tensors.
+policy leaves out is a hole. A head of several modules has a track for each; module 2 takes the input one row further on.
+One column more stands for the first token of the answer. Draws nothing, no tensors.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Track:
-    """The rows of one cache, a cell per column; None where the cache has no row."""
+    """The rows of one cache, a cell per column; None where the cache has no row. `meaning` says in words which."""
 
     name: str
     cells: tuple[Cell | None, ...]
+    meaning: str
 
     @property
     def num_rows(self) -> int:
@@ -78,15 +80,13 @@ class Explanation:
 
 
 def explain(rows: Rows, labels: Many[str], rule: PositionRule, head: HeadSpec | None) -> Explanation:
-    """The target's track and, if there is a head, one of its tracks per policy. `labels` has one word per row."""
+    """The target's track and, if there is a head, one per policy and module. `labels` has one word per row."""
     sequence = _sequence(rows, rule)
-    policies = IMAGE_POLICIES if head is not None else ()
-    return Explanation(
-        (*labels, "answer"),
-        _blocks(rows),
-        (_target(sequence), *(_draft(sequence, policy, head) for policy in policies)),
-        rule.axes,
-    )
+    tracks = [_target(sequence)]
+    if head is not None:
+        modules = range(1, head.num_modules + 1)
+        tracks += [_draft(sequence, policy, head, module) for policy in IMAGE_POLICIES for module in modules]
+    return Explanation((*labels, "answer"), _blocks(rows), tuple(tracks), rule.axes)
 
 
 def _sequence(rows: Rows, rule: PositionRule) -> Sequence:
@@ -106,22 +106,25 @@ def _blocks(rows: Rows) -> tuple[Block, ...]:
 def _target(sequence: Sequence) -> Track:
     n = sequence.num_prompt
     positions, is_image = sequence.positions(0, n + 1), [*sequence.rows.is_image, False]
-    return Track("target", tuple(Cell(i, positions.at(i), "image" if is_image[i] else "token") for i in range(n + 1)))
+    cells = tuple(Cell(i, positions.at(i), "image" if is_image[i] else "token") for i in range(n + 1))
+    return Track("target", cells, MEANING["target"])
 
 
-def _draft(sequence: Sequence, policy: str, head: HeadSpec) -> Track:
+def _draft(sequence: Sequence, policy: str, head: HeadSpec, module: int) -> Track:
+    """Module 1 takes the next row's input, module 2 the one behind it, ...; the answer's first token stands in as 0."""
     n = sequence.num_prompt
-    row_map = RowMap(sequence, policy, head.rule, head.position_of, head.placeholder)
-    rows, cells = row_map.rows(0, n - 1), [None] * n
+    row_map = RowMap(sequence, policy, head.rule, head.position_of, head.placeholder, module)
+    rows, cells = row_map.rows(0, max(0, n + 1 - module), (0,)), [None] * (n + 1)
+    is_image = [*sequence.rows.is_image, False]
     for i, target_row in enumerate(rows.target_row):
-        column = int(target_row) + 1
+        column = int(target_row) + module
         kind: Input = "token"
-        if sequence.rows.is_image[column]:
+        if is_image[column]:
             kind = "image" if rows.is_image[i] else "placeholder"
         cells[column] = Cell(i, rows.positions.at(i), kind)
-    first = row_map.count(n - 1)
-    answer = Cell(first, row_map.positions(first, first + 1).at(0), "token")
-    return Track(policy, (*cells, answer))
+    if head.num_modules == 1:
+        return Track(policy, tuple(cells), MEANING[policy])
+    return Track(f"{policy}/{module}", tuple(cells), f"module {module}; {MEANING[policy]}")
 
 
 def to_numbers(explanation: Explanation) -> dict:

@@ -61,6 +61,19 @@ def test_a_state_of_the_wrong_row_costs_guesses_and_never_a_token(engine):
     assert late.acceptance[0] < skip.acceptance[0] - 0.1
 
 
+def test_holes_of_a_chain_of_modules_are_measured_too():
+    engine = Engine.load("tiny-step", Settings(prefix_slots=0))
+    variants = [holes.Variant("skip", "skip"), holes.Variant("late", "skip", shift=1), holes.Variant("far", "gap", 100)]
+    skip, late, far = holes.measure(engine, image_cases(2), max_tokens=32, variants=variants)
+    assert late.acceptance[0] < skip.acceptance[0] - 0.1
+    assert far.off_because is None and far.acceptance[0] > late.acceptance[0]
+
+
+def test_a_draft_without_rows_of_its_own_has_no_holes_to_measure():
+    with pytest.raises(RequestError, match="bench acceptance"):
+        holes.measure(Engine.load("tiny-gemma", Settings(prefix_slots=0)), image_cases(1))
+
+
 def test_a_hole_beyond_the_positions_of_the_model_is_said():
     engine = Engine.load("tiny-qwen", Settings(prefix_slots=0, context=128))
     far = holes.Variant("too far", "gap", extra=1000)

@@ -14,11 +14,11 @@ from foreglance.prompt import ImageInput, MRope, OneAxis, make_rows
 IMAGE_TOKEN = 9
 
 
-def explained(token_ids, grids=((2, 2),), rule=None, with_head=True) -> Explanation:
+def explained(token_ids, grids=((2, 2),), rule=None, with_head=True, modules=1) -> Explanation:
     rule = rule or MRope()
     images = [ImageInput(f"image {i}", grid) for i, grid in enumerate(grids)]
     rows = make_rows(token_ids, IMAGE_TOKEN, images, rule)
-    head = HeadSpec("toy", 16, 8, rule, (), 1, "input", "post_norm", IMAGE_TOKEN) if with_head else None
+    head = HeadSpec("toy", 16, 8, rule, (), modules, "input", "post_norm", IMAGE_TOKEN) if with_head else None
     return explain(rows, [f"<{token}>" for token in rows.token_ids], rule, head)
 
 
@@ -66,6 +66,19 @@ def test_only_see_feeds_image_embeddings():
 
 def test_without_a_head_there_is_only_the_target():
     assert [track.name for track in explained([1, IMAGE_TOKEN, 2], with_head=False).tracks] == ["target"]
+
+
+def test_each_module_of_a_chain_has_a_track_that_takes_the_input_one_row_further_on():
+    picture = explained([1, 2, IMAGE_TOKEN, 4, 5], grids=((1, 2),), rule=OneAxis(), modules=3)
+    assert [track.name for track in picture.tracks[:4]] == ["target", "see/1", "see/2", "see/3"]
+    assert firsts(picture, "see/1") == [None, 0, 1, 2, 3, 4, 5]
+    assert firsts(picture, "see/2") == [None, None, 0, 1, 2, 3, 4]
+    assert firsts(picture, "see/3") == [None, None, None, 0, 1, 2, 3]
+    assert firsts(picture, "skip/1") == [None, 0, None, None, 1, 2, 3]
+    assert firsts(picture, "skip/2") == [None, None, None, None, None, 0, 1], "an input up to its own is an image"
+    assert len({track.meaning for track in picture.tracks}) == len(picture.tracks)
+    assert firsts(explained([IMAGE_TOKEN], modules=3), "skip/2") == [None] * 5
+    assert firsts(explained([1], grids=(), modules=3), "see/3") == [None, None], "shorter than the chain"
 
 
 def test_numbers_say_in_which_column_each_row_stands():

@@ -16,12 +16,13 @@ import torch
 from foreglance.bench.acceptance import Run, run
 from foreglance.bench.prompts import Case
 from foreglance.bench.report import Progress, interval, silent
-from foreglance.drafters.base import Settled
+from foreglance.drafters.base import Drafter, Settled
 from foreglance.drafters.mtp import MtpDrafter
+from foreglance.drafters.mtp_chain import ChainDrafter
 from foreglance.drafters.rows import RowMap
 from foreglance.engine import Engine
 from foreglance.prompt import PositionRule, Positions
-from foreglance.request import SamplingParams, Speculation
+from foreglance.request import RequestError, SamplingParams, Speculation
 from foreglance.sequence import Sequence as Running
 
 
@@ -34,7 +35,7 @@ class HoleMap(RowMap):
         positions = super()._number(rule, position_of)
         if self._policy != "gap" or not self.extra:
             return positions
-        kept = np.flatnonzero(self._kept)
+        kept = np.flatnonzero(np.append(self._kept, True) if position_of == "hidden" else self._kept)
         jumps = np.concatenate([[0], np.cumsum(np.diff(kept) > 1)]) if len(kept) else np.zeros(0, np.int64)
         return Positions(positions.coords + self.extra * jumps)
 
@@ -43,9 +44,9 @@ def hole_of(extra: int) -> type[HoleMap]:
     return type(f"HoleOf{extra}", (HoleMap,), {"extra": extra})
 
 
-class ShiftedDrafter(MtpDrafter):
-    """Pairs every row after the first image with the state of `shift` rows earlier: what happens when row counts and
-    positions are confused."""
+class ShiftedStates:
+    """Put before a drafter: pairs every row after the first image with the state of `shift` rows earlier, which is what
+    happens when row counts and positions are confused."""
 
     shift = 0
 
@@ -108,7 +109,17 @@ def measure(
     variants: Sequence[Variant] = VARIANTS,
     progress: Progress = silent,
 ) -> list[HoleRow]:
-    """Swap the engine's drafter for each variant in turn; the target's text is the same throughout."""
+    """Swap the engine's drafter for each variant in turn; the target's text is the same throughout.
+
+    Raises `RequestError` if the model has no head with rows of its own.
+    """
+    if engine.target.head is None:
+        raise RequestError(
+            f"{engine.target.spec.name} has no draft head with rows of its own, so its drafts have no holes; "
+            "`foreglance bench acceptance` measures them",
+            param="model",
+            code="draft_unavailable",
+        )
     rows = []
     for number, variant in enumerate(variants):
         engine.use_drafter(_drafter(engine, variant))
@@ -130,8 +141,10 @@ def _row(variant: Variant, runs: Sequence[Run]) -> HoleRow:
     return HoleRow(variant.name, len(runs), first, steps)
 
 
-def _drafter(engine: Engine, variant: Variant) -> MtpDrafter:
+def _drafter(engine: Engine, variant: Variant) -> Drafter:
     head = engine.target.head
     assert head is not None
-    kind = type("Shifted", (ShiftedDrafter,), {"shift": variant.shift}) if variant.shift else MtpDrafter
+    kind = MtpDrafter if head.spec.num_modules == 1 else ChainDrafter
+    if variant.shift:
+        kind = type("Shifted", (ShiftedStates, kind), {"shift": variant.shift})
     return kind(head, row_map=hole_of(variant.extra))

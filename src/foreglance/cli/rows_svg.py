@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from foreglance.explain import MEANING, Explanation, Slot, Track, fold, shorten
+from foreglance.explain import Explanation, Slot, Track, fold, shorten
 
 COLUMN, ROW, MARGIN, PAD = 50, 38, 152, 24  # pixels: width of a column, height of a track, track names, card edge
 HEAD, AXIS_HEIGHT = 74, 12  # above the tracks of a band; more height for each axis after the first
@@ -73,7 +73,7 @@ def _band(explanation: Explanation, band: Sequence[Slot], y: int, axes: int, tra
         parts.append(_column_head(explanation, slot, x, y))
     for number, track in enumerate(explanation.tracks):
         top = y + HEAD + number * track_height
-        name = track.name if number == 0 else f"draft, {track.name}"
+        name = track.name if number == 0 else f"draft {track.name}"
         parts.append(_text(PAD, top + track_height / 2 + 2, name, "name"))
         parts += [_cell(slot, track, PAD + MARGIN + i * COLUMN, top, axes, track_height) for i, slot in enumerate(band)]
     return "\n".join(parts)
@@ -141,5 +141,5 @@ def _legend(explanation: Explanation, y: int) -> str:
     for i, track in enumerate(explanation.tracks):
         row = y + 38 + 18 * i
         parts.append(_text(PAD, row, track.name, "name"))
-        parts.append(_text(PAD + MARGIN, row, f"{track.num_rows} rows: {MEANING[track.name]}", "note"))
+        parts.append(_text(PAD + MARGIN, row, f"{track.num_rows} rows: {track.meaning}", "note"))
     return "\n".join(parts)

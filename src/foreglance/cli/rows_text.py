@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from foreglance.explain import MEANING, Cell, Explanation, Slot, Track, fold, shorten
+from foreglance.explain import Cell, Explanation, Slot, Track, fold, shorten
 
 LABEL_WIDTH = 7
 INPUT_STYLES = {"token": "", "image": "green", "placeholder": "yellow"}
@@ -22,7 +22,7 @@ def draw_lines(explanation: Explanation, all_axes: bool, room: int) -> Iterator[
         yield from _band(explanation, line, widths, margin, all_axes)
         yield Text()
     for track in explanation.tracks:
-        yield Text(f"{track.name:<{margin}}{track.num_rows} rows: {MEANING[track.name]}", "dim")
+        yield Text(f"{track.name:<{margin}}{track.num_rows} rows: {track.meaning}", "dim")
 
 
 def _width(explanation: Explanation, slot: Slot) -> int:
