@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from foreglance.engine import Engine
     from foreglance.request import (
         Event,
+        Grammar,
         Message,
         Request,
         RequestError,
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
         SamplingParams,
         Speculation,
         Token,
+        ToolCall,
     )
     from foreglance.settings import Settings
 
 __all__ = [
     "Engine",
     "Event",
+    "Grammar",
     "Message",
     "Request",
     "RequestError",
@@ -31,6 +34,7 @@ __all__ = [
     "Settings",
     "Speculation",
     "Token",
+    "ToolCall",
 ]
 __version__ = "0.1.0"
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -30,8 +30,18 @@ from foreglance.models.vision import EmbeddingCache
 from foreglance.ops.base import Ops
 from foreglance.ops.numerics import SelfTest
 from foreglance.prompt import Prompter, Rows
-from foreglance.request import DraftReport, Event, FinishReason, Request, RequestError, Result
-from foreglance.sampling import pick
+from foreglance.request import (
+    DraftReport,
+    Event,
+    FinishReason,
+    LogProb,
+    Request,
+    RequestError,
+    Result,
+    SamplingParams,
+    Speculation,
+)
+from foreglance.sampling import log_prob, pick
 from foreglance.scheduler import Costs, DepthControl, Scheduler, Work
 from foreglance.sequence import Sequence
 from foreglance.settings import Settings
@@ -41,6 +51,15 @@ from foreglance.verify import Verdict, verify
 log = logging.getLogger(__name__)
 BEST_DRAFTS = ("model", "assistant", "mtp")  # what "auto" takes, the first that there is
 MAX_POINTS = 4  # checkpoints that a finished conversation keeps
+TRIAL_PROMPT, TRIAL_DEPTH, TRIAL_ROUNDS, TRIAL_SECONDS = "Hello! Who are you?", 2, 24, 5.0  # drafts tried at load
+
+
+@dataclass
+class Picks:
+    """The target's picks of one sequence's scored rows, and their log-probabilities if they were asked for."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[LogProb] = field(default_factory=list)
 
 
 @dataclass
@@ -106,11 +125,44 @@ class Engine:
         target = loaded.target
         prompter = Prompter(loaded.tokenizer, target.spec.image_token, target.spec.rule, target.prepare)
         second = None if draft_model is None else load_second(draft_model, settings, loaded, instrument)
-        return cls(target, prompter, settings, loaded.self_test, second)
+        engine = cls(target, prompter, settings, loaded.self_test, second)
+        if settings.try_drafts:
+            engine._try_drafts()
+        return engine
 
     def with_target(self, target: Target) -> Engine:
         """A fresh engine over another target with the same prompts, e.g. this one's wrapped for measuring."""
         return Engine(target, self._prompter, self.settings, self.self_test, self._draft_model)
+
+    def _try_drafts(self) -> None:
+        """Draft a short text in an engine apart, and pass on what that says of the pair; over as soon as enough guesses
+        stood or, on a slow machine, time is up."""
+        if self.best_draft == "none":
+            return
+        trial = Engine(
+            self.target,
+            self._prompter,
+            replace(self.settings, slots=1, prefix_slots=0),
+            draft_model=self._draft_model,
+        )
+        alarm = trial._alarms[self.best_draft] = Alarm(TRIAL_ROUNDS)
+        sampling = SamplingParams(max_tokens=TRIAL_ROUNDS + 2, ignore_eos=True)
+        request = Request.from_prompt(TRIAL_PROMPT, sampling=sampling, speculation=Speculation(depth=TRIAL_DEPTH))
+        began = time.perf_counter()
+        try:
+            for event in trial.stream(request):
+                if alarm.is_content or time.perf_counter() - began > TRIAL_SECONDS:
+                    break
+        except RequestError as error:
+            log.info("no text to try drafts on: %s", error)
+            return
+        if event.result is not None and (trouble := event.result.error or event.result.draft.off_because):
+            self._warn(f"drafter {self.best_draft}: a short text at load did not go well: {trouble}")
+        self.warnings += trial.warnings
+
+    def _warn(self, message: str) -> None:
+        self.warnings.append(message)
+        log.warning(message)
 
     def add(self, request: Request) -> str:
         """Queue a request. Raises `RequestError` before any work if it cannot be served."""
@@ -305,10 +357,10 @@ class Engine:
             self._store.reserve(part.sequence, part.num_rows)
         return {part.sequence: self._store[part.sequence] for part in batch.parts}
 
-    def _pick(self, batch: Batch, works: Mapping[int, Work], hidden: Tensor) -> dict[int, list[int]]:
+    def _pick(self, batch: Batch, works: Mapping[int, Work], hidden: Tensor) -> dict[int, Picks]:
         """The target's picks of each sequence's scored rows, up to the first that refutes a draft."""
         if not len(batch.scored):
-            return {part.sequence: [] for part in batch.parts}
+            return {part.sequence: Picks() for part in batch.parts}
         logits = self.target.logits(hidden[batch.scored]).numpy()
         picks, row = {}, 0
         for part in batch.parts:
@@ -317,14 +369,15 @@ class Engine:
             row += part.num_scored
         return picks
 
-    def _verify(self, batch: Batch, works: Mapping[int, Work], picks: Mapping[int, list[int]]) -> dict[int, Verdict]:
+    def _verify(self, batch: Batch, works: Mapping[int, Work], picks: Mapping[int, Picks]) -> dict[int, Verdict]:
         """A prompt chunk is kept whole; few rows as far as their drafts stand and the sequence goes on."""
         verdicts = {}
         for part in batch.parts:
+            tokens, logprobs = picks[part.sequence].tokens, picks[part.sequence].logprobs
             if part.chunk:
-                verdicts[part.sequence] = Verdict(part.num_rows, tuple(picks[part.sequence]))
+                verdicts[part.sequence] = Verdict(part.num_rows, tuple(tokens), logprobs=tuple(logprobs))
             else:
-                verdict = verify(part.drafts, picks[part.sequence])
+                verdict = verify(part.drafts, tokens, logprobs)
                 verdicts[part.sequence] = works[part.sequence].sequence.limit(verdict)
         return verdicts
 
@@ -351,8 +404,7 @@ class Engine:
         alarm = self._alarms[running.drafter.kind]
         alarm.add(verdict.drafted, verdict.accepted)
         if (message := alarm.message(running.drafter.kind)) is not None:
-            self.warnings.append(message)
-            log.warning(message)
+            self._warn(message)
 
     def _draft(self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict], hidden: Tensor) -> None:
         """Each drafter gets its sequences in one call. One that ended is not drafted for, but its states are handed
@@ -492,13 +544,15 @@ class Engine:
         return names
 
 
-def _pick_rows(sequence: Sequence, drafts: Many[int], logits: np.ndarray) -> list[int]:
+def _pick_rows(sequence: Sequence, drafts: Many[int], logits: np.ndarray) -> Picks:
     """Row i is picked with the history that it would really have: what was generated and the drafts before it."""
-    params, picks = sequence.request.sampling, []
+    params, picks = sequence.request.sampling, Picks()
     prompt = sequence.rows.token_ids if params.repetition_penalty != 1 else ()
     for i, row in enumerate(logits):
         history = (*sequence.generated, *drafts[:i])
-        picks.append(pick(row, params, len(history), prompt, history))
-        if i < len(drafts) and picks[i] != drafts[i]:
+        picks.tokens.append(pick(row, params, len(history), prompt, history))
+        if params.logprobs is not None:
+            picks.logprobs.append(log_prob(row, picks.tokens[i], params.logprobs))
+        if i < len(drafts) and picks.tokens[i] != drafts[i]:
             break
     return picks

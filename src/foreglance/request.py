@@ -7,7 +7,9 @@ First station of the line: a `Request` becomes rows in `prompt`.
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +20,15 @@ Depth = int | Literal["auto"]
 
 DRAFT_KINDS = ("auto", "none", "mtp", "ngram", "model", "assistant")
 IMAGE_POLICIES = ("see", "skip", "placeholder", "gap")
+GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "lark")
 MAX_DEPTH = 15
+MAX_LOGPROBS = 20
+ROLES = ("system", "user", "assistant", "tool")
+TOOL_CHOICES = ("auto", "none", "required")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+OWN_OPTIONS = frozenset(
+    ("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize")
+)
 _ids = itertools.count()
 
 
@@ -43,6 +53,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How a token is picked from the target's logits, and when to stop.
@@ -50,6 +64,11 @@ class SamplingParams:
     temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. Penalties follow the field's usual definitions:
     `repetition_penalty` divides (multiplies, if negative) the logits of every token seen in prompt or output;
     `presence_penalty` and `frequency_penalty` act on generated tokens only.
+
+    `logprobs` None is off; else each token carries its log-probability and those of this many likeliest tokens (0 to
+    20), of the model's own distribution: before bias, penalties, temperature, filters and grammar.
+    `reasoning_budget` ends a block of reasoning after that many tokens, by picking the words that end it; None: no
+    limit. `markup` keeps the special words in the text that tool calls and reasoning are written with, for parsers.
     """
 
     max_tokens: int = 256
@@ -64,6 +83,9 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    reasoning_budget: int | None = None
+    markup: bool = False
 
     def __post_init__(self) -> None:
         _require(
@@ -100,6 +122,16 @@ class SamplingParams:
             isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
             "stop",
             "must be a tuple of non-empty strings",
+        )
+        _require(
+            self.logprobs is None or (_is_count(self.logprobs) and self.logprobs <= MAX_LOGPROBS),
+            "logprobs",
+            f"must be None or an integer from 0 to {MAX_LOGPROBS}, got {self.logprobs!r}",
+        )
+        _require(
+            self.reasoning_budget is None or _is_count(self.reasoning_budget),
+            "reasoning_budget",
+            f"must be None or an integer >= 0, got {self.reasoning_budget!r}",
         )
         for token, bias in self.logit_bias.items():
             _require(
@@ -153,22 +185,66 @@ class Image:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call that an assistant made: `arguments` are the text of a JSON object, `id` is what the answer refers to."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def __post_init__(self) -> None:
+        _require(bool(self.name), "messages", "a tool call needs the name of a function")
+        try:
+            self.values()
+        except ValueError as error:
+            raise RequestError(
+                f"messages: the arguments of the call of {self.name!r} must be a JSON object ({error})",
+                param="messages",
+            ) from error
+
+    def values(self) -> dict[str, Any]:
+        """The arguments, parsed. Raises `ValueError` unless they are a JSON object."""
+        values = json.loads(self.arguments)
+        if not isinstance(values, dict):
+            raise ValueError(f"got {type(values).__name__}")
+        return values
+
+
+@dataclass(frozen=True)
 class Message:
-    """One turn: who speaks, and text and pictures in order."""
+    """One turn: who speaks, and text and pictures in order.
+
+    An assistant's turn may hold `tool_calls` and the `reasoning` before its answer. A turn of role "tool" is the answer
+    to one call: of `tool_call_id`, by the function `name`.
+    """
 
     role: str
     parts: tuple[Text | Image, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
 
     def __post_init__(self) -> None:
         _require(
-            self.role in ("system", "user", "assistant"),
+            self.role in ROLES,
             "messages",
-            f'role must be "system", "user" or "assistant", got {self.role!r}',
+            f"role must be one of {', '.join(ROLES)}, got {self.role!r}",
         )
         _require(
             all(isinstance(part, (Text, Image)) for part in self.parts),
             "messages",
             "content must be text and images",
+        )
+        _require(
+            self.role == "assistant" or not (self.tool_calls or self.reasoning),
+            "messages",
+            f"tool calls and reasoning belong to an assistant's turn, not to role {self.role!r}",
+        )
+        _require(
+            self.role == "tool" or self.tool_call_id is None,
+            "messages",
+            f"tool_call_id belongs to a turn of role 'tool', not to {self.role!r}",
         )
 
     @classmethod
@@ -178,13 +254,45 @@ class Message:
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What the answer must be: a JSON object, JSON of a schema, text of a regular expression, or of a Lark grammar.
+
+    `text` is the schema, the expression or the grammar; "json_object" needs none. The answer after a block of reasoning
+    is meant, not the reasoning. An answer that `max_tokens` or a stop string cuts is a beginning of such a text.
+    """
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        _require(self.kind in GRAMMAR_KINDS, "grammar", f"must be one of {', '.join(GRAMMAR_KINDS)}, got {self.kind!r}")
+        _require(isinstance(self.text, str), "grammar", f"text must be a string, got {type(self.text).__name__}")
+        _require(
+            bool(self.text) != (self.kind == "json_object"),
+            "grammar",
+            "json_object takes no text" if self.text else f"{self.kind} needs a text",
+        )
+
+
+@dataclass(frozen=True)
 class Request:
-    """One generation: a conversation, how to sample, how to speculate. Immutable; `id` is unique in the process."""
+    """One generation: a conversation, how to sample, how to speculate. Immutable; `id` is unique in the process.
+
+    `tools` are functions that the answer may call, as {"type": "function", "function": {"name", "description",
+    "parameters"}} with a JSON schema of the parameters. `tool_choice` "auto" leaves it to the model, "none" shows it
+    no tools, "required" and the name of a tool force a call. `template_options` are further variables of the chat
+    template, such as enable_thinking.
+    """
 
     messages: tuple[Message, ...]
     sampling: SamplingParams = SamplingParams()
     speculation: Speculation = Speculation()
     id: str = field(default_factory=lambda: f"req-{next(_ids)}")
+    grammar: Grammar | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require(len(self.messages) > 0, "messages", "must hold at least one message")
@@ -193,6 +301,34 @@ class Request:
             "messages",
             "must be a tuple of foreglance.Message",
         )
+        names = [_tool_name(tool) for tool in self.tools]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        _require(twice is None, "tools", f"two tools are named {twice!r}")
+        _require(
+            self.tool_choice in (*TOOL_CHOICES, *names),
+            "tool_choice",
+            f"must be one of {', '.join(TOOL_CHOICES)} or the name of a tool, got {self.tool_choice!r}",
+        )
+        _require(
+            bool(names) or self.tool_choice != "required", "tool_choice", "a call is required, but there are no tools"
+        )
+        _require(
+            self.grammar is None or not self.forces_tool,
+            "tool_choice",
+            f"{self.tool_choice!r} forces a tool call, which a grammar for the answer excludes",
+        )
+        _require(
+            not (self.sampling.ignore_eos and (self.grammar is not None or self.forces_tool)),
+            "ignore_eos",
+            "an answer of a given form ends where the form ends",
+        )
+        own = sorted(OWN_OPTIONS & self.template_options.keys())
+        _require(not own, "template_options", f"{', '.join(own)} cannot be set there")
+
+    @property
+    def forces_tool(self) -> bool:
+        """Whether the answer must be a tool call."""
+        return self.tool_choice not in ("auto", "none")
 
     @classmethod
     def from_prompt(
@@ -213,16 +349,43 @@ class Request:
         )
 
 
+def _tool_name(tool: object) -> str:
+    """The name of a tool. Raises `RequestError` unless it is a function in the usual form."""
+    shape = isinstance(tool, Mapping) and tool.get("type") == "function" and isinstance(tool.get("function"), Mapping)
+    _require(shape, "tools", f'each must be {{"type": "function", "function": {{...}}}}, got {tool!r}')
+    name, parameters = tool["function"].get("name"), tool["function"].get("parameters", {})
+    _require(
+        isinstance(name, str) and TOOL_NAME.fullmatch(name) is not None,
+        "tools",
+        f"a name has 1 to 64 letters, digits, underscores, dots and dashes, got {name!r}",
+    )
+    _require(name not in TOOL_CHOICES, "tools", f"{name!r} means something else as a tool_choice; name it otherwise")
+    _require(isinstance(parameters, Mapping), "tools", f"the parameters of {name!r} must be a JSON schema")
+    return name
+
+
+@dataclass(frozen=True)
+class LogProb:
+    """The log-probability of a picked token, and of the likeliest tokens as (token id, log-probability), best first."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True)
 class Token:
     """One generated token. `depth` 0 was the target's own pick, d >= 1 an accepted draft at depth d.
 
     `text` is what this token adds to the answer: empty while a character or a possible stop string is incomplete.
+    `logprob` and `top_logprobs`, pairs of a token id and its log-probability from the likeliest on, are there if
+    `SamplingParams.logprobs` asked for them.
     """
 
     id: int
     depth: int
     text: str
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from foreglance.request import SamplingParams
+from foreglance.request import LogProb, SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -49,6 +49,28 @@ def pick(
     kept = survivors(scores / params.temperature, params)
     noise = gumbel_noise(params.seed, index, kept)
     return int(kept[(scores[kept] + params.temperature * noise).argmax()])
+
+
+def log_prob(logits: np.ndarray, token: int, num_top: int) -> LogProb:
+    """logits float32 [vocab] of one row -> log-probabilities of the model's own distribution, before anything that
+    `pick` does to it, of `token` and of the `num_top` likeliest tokens (ties: the lowest id first).
+
+    In float64 on a copy, so that equal logits give equal numbers wherever the row lay.
+    """
+    scores = logits.astype(np.float64)
+    highest = scores.max()
+    scores -= highest + np.log(np.exp(scores - highest).sum())
+    return LogProb(float(scores[token]), tuple((int(i), float(scores[i])) for i in likeliest(scores, num_top)))
+
+
+def likeliest(scores: np.ndarray, count: int) -> np.ndarray:
+    """Ids int64 [count] of the highest scores [vocab], best first; ties: the lowest id first."""
+    if not count:
+        return np.empty(0, np.int64)
+    count = min(count, len(scores))
+    border = np.partition(scores, len(scores) - count)[len(scores) - count]
+    candidates = np.flatnonzero(scores >= border)
+    return candidates[np.argsort(-scores[candidates], kind="stable")][:count]
 
 
 def process(logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foreglance.detokenize import Decode, Detokenizer
 from foreglance.prompt import Coordinates, PositionRule, Positions, Rows
-from foreglance.request import MAX_DEPTH, DraftReport, Event, FinishReason, Request, Result, Timings, Token
+from foreglance.request import MAX_DEPTH, DraftReport, Event, FinishReason, LogProb, Request, Result, Timings, Token
 from foreglance.verify import Verdict
 
 
@@ -221,13 +221,14 @@ class Sequence:
         self.counters.last_token = now
         self.draft = ()
         tokens = []
-        for depth, token in enumerate(verdict.tokens):
+        logprobs = verdict.logprobs or (None,) * len(verdict.tokens)
+        for depth, (token, logprob) in enumerate(zip(verdict.tokens, logprobs, strict=True)):
             if self.finish is not None:
                 break
-            tokens.append(self._append(token, depth + 1 if depth < verdict.accepted else 0))
+            tokens.append(self._append(token, depth + 1 if depth < verdict.accepted else 0, logprob))
         return self.event(tuple(tokens))
 
-    def _append(self, token: int, depth: int) -> Token:
+    def _append(self, token: int, depth: int, logprob: LogProb | None) -> Token:
         self.generated.append(token)
         text, stopped = self._stops.push("" if token in self._eos else self._detokenizer.push(token))
         if stopped or token in self._eos:
@@ -242,7 +243,9 @@ class Sequence:
             else:
                 text += self._stops.flush()
         self._text += text
-        return Token(token, depth, text)
+        if logprob is None:
+            return Token(token, depth, text)
+        return Token(token, depth, text, logprob.chosen, logprob.top)
 
     def end(self, reason: FinishReason, error: str | None = None) -> Event:
         """End from outside (cancelled, failed); the one final event."""

@@ -5,9 +5,9 @@ import math
 import jinja2
 import pytest
 
-from foreglance import Message, Request, RequestError, SamplingParams, Settings, Speculation
+from foreglance import Grammar, Message, Request, RequestError, SamplingParams, Settings, Speculation, ToolCall
 from foreglance.prompt import OneAxis, Prompter
-from foreglance.request import Timings
+from foreglance.request import Text, Timings
 
 BAD_SAMPLING = {
     "max_tokens": (0, -1, 1.5, "3", None),
@@ -21,6 +21,8 @@ BAD_SAMPLING = {
     "seed": (-1, 2**64, 1.0),
     "stop": (["a"], ("",), "a", (1,)),
     "logit_bias": ({-1: 1.0}, {"a": 1.0}, {1: math.nan}, {1: math.inf}, {1: "x"}),
+    "logprobs": (-1, 21, True, 1.0, "3"),
+    "reasoning_budget": (-1, True, 1.5),
 }
 
 
@@ -52,6 +54,7 @@ def test_a_bad_speculation_value_is_refused_by_name(name, value, param):
 
 def test_values_at_their_limits_are_taken():
     SamplingParams(max_tokens=1, temperature=100, top_p=1e-9, min_p=1, seed=2**64 - 1, logit_bias={0: -math.inf})
+    SamplingParams(logprobs=0, reasoning_budget=0), SamplingParams(logprobs=20)
     Speculation(depth=15), Speculation(depth=0), Speculation(depth="auto", draft="ngram", images="gap")
 
 
@@ -61,10 +64,69 @@ def test_messages_are_checked():
         lambda: Message("user", ("hello",)),
         lambda: Request(()),
         lambda: Request(({"role": "user", "content": "hello"},)),
+        lambda: Message("user", (), tool_calls=(ToolCall("1", "add", "{}"),)),
+        lambda: Message("user", (Text("hello"),), reasoning="hm"),
+        lambda: Message("assistant", (Text("3"),), tool_call_id="1"),
+        lambda: ToolCall("1", "", "{}"),
+        lambda: ToolCall("1", "add", "{'a': 1}"),
+        lambda: ToolCall("1", "add", "[1]"),
     ):
         with pytest.raises(RequestError) as error:
             make()
         assert error.value.param == "messages"
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def function(name, **more):
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tools": ({"name": "add"},)}, "tools"),
+        ({"tools": ({"type": "function", "function": "add"},)}, "tools"),
+        ({"tools": (function("a b"),)}, "tools"),
+        ({"tools": (function("required"),)}, "tools"),
+        ({"tools": (function("x" * 65),)}, "tools"),
+        ({"tools": (function("add", parameters=3),)}, "tools"),
+        ({"tools": (ADD, ADD)}, "tools"),
+        ({"tools": (ADD,), "tool_choice": "sub"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": (ADD,), "tool_choice": "add", "grammar": Grammar("json_object")}, "tool_choice"),
+        ({"grammar": Grammar("json_object"), "sampling": SamplingParams(ignore_eos=True)}, "ignore_eos"),
+        ({"template_options": {"tools": []}}, "template_options"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_asked_for_together_is_refused_by_name(options, param):
+    with pytest.raises(RequestError) as error:
+        Request((Message.of("user", "hi"),), **options)
+    assert error.value.param == param
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Grammar("xml"),
+        lambda: Grammar("regex"),
+        lambda: Grammar("json_object", "{}"),
+        lambda: Grammar("lark", 3),
+    ],
+)
+def test_a_grammar_is_checked(make):
+    with pytest.raises(RequestError) as error:
+        make()
+    assert error.value.param == "grammar"
+
+
+def test_a_tool_choice_is_a_word_or_the_name_of_a_tool():
+    requests = [Request((Message.of("user", "hi"),), tools=(ADD,), tool_choice=choice) for choice in ("auto", "none")]
+    forced = [Request((Message.of("user", "hi"),), tools=(ADD,), tool_choice=choice) for choice in ("required", "add")]
+    assert [one.forces_tool for one in requests + forced] == [False, False, True, True]
+    assert ToolCall("1", "add", '{"a": 1}').values() == {"a": 1}
 
 
 def test_a_prompt_puts_pictures_before_text_and_the_system_message_first():
