@@ -104,10 +104,12 @@ def test_every_sampling_option_arrives():
     given = {
         "max_tokens": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1,
         "presence_penalty": 0.2, "frequency_penalty": 0.3, "seed": 4, "ignore_eos": True,
+        "reasoning_budget": 9,
     }  # fmt: skip
     options = GenerateOptions(prompt="hi", **given, stop=["a", "b"], logit_bias=["5=-2.5", "6=1"])
     assert options.sampling() == SamplingParams(**given, stop=("a", "b"), logit_bias={5: -2.5, 6: 1.0})
-    assert {*given, "stop", "logit_bias"} == {one.name for one in fields(SamplingParams)}
+    unseen = {"logprobs", "markup"}  # nothing that a terminal shows
+    assert {*given, "stop", "logit_bias"} == {one.name for one in fields(SamplingParams)} - unseen
 
 
 def test_system_prompt_and_pictures_make_the_messages():

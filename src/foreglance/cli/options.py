@@ -155,6 +155,9 @@ class SamplingOptions:
     ignore_eos: Annotated[bool, _option("--ignore-eos", panel=SAMPLING, help="Go on to --max-tokens.")] = (
         SamplingParams.ignore_eos
     )
+    reasoning_budget: Annotated[
+        int | None, _option("--reasoning-budget", panel=SAMPLING, help="Tokens of reasoning; default: no limit.")
+    ] = SamplingParams.reasoning_budget
 
     def sampling(self) -> SamplingParams:
         plain = {one.name: vars(self)[one.name] for one in fields(SamplingOptions)}
