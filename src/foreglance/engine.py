@@ -148,15 +148,17 @@ class Engine:
         alarm = trial._alarms[self.best_draft] = Alarm(TRIAL_ROUNDS)
         sampling = SamplingParams(max_tokens=TRIAL_ROUNDS + 2, ignore_eos=True)
         request = Request.from_prompt(TRIAL_PROMPT, sampling=sampling, speculation=Speculation(depth=TRIAL_DEPTH))
-        began = time.perf_counter()
+        began, trouble = time.perf_counter(), None
         try:
             for event in trial.stream(request):
+                if event.result is not None:
+                    trouble = event.result.error or event.result.draft.off_because
                 if alarm.is_content or time.perf_counter() - began > TRIAL_SECONDS:
                     break
         except RequestError as error:
             log.info("no text to try drafts on: %s", error)
             return
-        if event.result is not None and (trouble := event.result.error or event.result.draft.off_because):
+        if trouble is not None:
             self._warn(f"drafter {self.best_draft}: a short text at load did not go well: {trouble}")
         self.warnings += trial.warnings
 
@@ -169,11 +171,21 @@ class Engine:
         return self.add_rows(request, self.prepare(request))
 
     def prepare(self, request: Request) -> Rows:
-        """The request's prompt as rows. Raises `RequestError` if its pictures are broken, too many or too large."""
+        """The request's prompt as rows. Raises `RequestError` if its pictures are broken, too many or too large.
+        Changes nothing, so that any one thread may call it while another one steps."""
+        if request.prompt is not None:
+            return self._prompter.raw_rows(self._known_tokens(request.prompt))
         pictures = open_pictures(request.messages, self.settings.max_images, self.settings.max_pixels)
         if pictures and self.target.spec.image_token < 0:
             raise RequestError(f"{self.target.spec.name} takes no images", param="image", code="images_unsupported")
         return self._prompter.rows(request.messages, pictures)
+
+    def _known_tokens(self, prompt: str | Many[int]) -> str | Many[int]:
+        size = self.target.spec.vocab_size
+        bad = [] if isinstance(prompt, str) else [token for token in prompt if token >= size]
+        if bad:
+            raise RequestError(f"prompt: names token {bad[0]}, the vocabulary has {size}", param="prompt")
+        return prompt
 
     def decode(self, token_ids: Many[int]) -> str:
         """Text of token ids, special tokens left out."""

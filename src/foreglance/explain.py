@@ -2,7 +2,7 @@
 
 Asks `drafters.rows` and invents nothing. A column stands for a target row; a draft row stands in the column of the row
 whose *input* it takes (it carries the target's state of the row before), so a draft has nothing in column 0 and what a
-policy leaves out is a hole. A head of several modules has a track for each; module 2 takes the input one row further on.
+policy leaves out is a hole. A head of several modules has a track for each; module 2 takes inputs one row further on.
 One column more stands for the first token of the answer. Draws nothing, no tensors.
 """
 

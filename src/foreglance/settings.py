@@ -20,6 +20,7 @@ class Settings:
     max_pixels        pixels of one decoded image
     image_cache_bytes memory for image embeddings that may be asked about again
     weights           "fp32", "fp16", or "auto" by memory
+    try_drafts        draft a short text at load, to warn at once of a draft that hardly ever guesses right
     """
 
     context: int | None = None
@@ -30,6 +31,7 @@ class Settings:
     max_pixels: int = 64_000_000
     image_cache_bytes: int = 256 << 20
     weights: WeightFormat = "auto"
+    try_drafts: bool = True
 
     def __post_init__(self) -> None:
         for name in ("slots", "grid", "max_images", "max_pixels"):

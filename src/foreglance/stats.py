@@ -120,10 +120,16 @@ class Alarm:
 
     ROUNDS, FLOOR = 100, 0.05
 
-    def __init__(self) -> None:
+    def __init__(self, rounds: int = ROUNDS) -> None:
+        self._rounds = rounds
         self._tried = 0
         self._stood = 0
         self._said = False
+
+    @property
+    def is_content(self) -> bool:
+        """Enough guesses stood that the first `rounds` cannot give reason for a warning any more."""
+        return self._stood >= self.FLOOR * self._rounds
 
     def add(self, drafted: int, accepted: int) -> None:
         if drafted:
@@ -132,7 +138,7 @@ class Alarm:
 
     def message(self, kind: str) -> str | None:
         """The warning, the first time that there is reason for it."""
-        if self._said or self._tried < self.ROUNDS or self._stood >= self.FLOOR * self._tried:
+        if self._said or self._tried < self._rounds or self._stood >= self.FLOOR * self._tried:
             return None
         self._said = True
         return (

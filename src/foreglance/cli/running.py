@@ -11,6 +11,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from foreglance.cli.show import to_stderr
@@ -93,6 +94,8 @@ def load_engine(options: ModelOptions, settings: Settings, draft: str = "auto", 
     try:
         if second is None and draft in ("auto", "assistant"):
             second = find_assistant(options.model)
+        if draft in ("none", "ngram"):  # nobody will use the drafter that would be tried
+            settings = replace(settings, try_drafts=False)
         engine = Engine.load(options.model, settings, draft_model=second)
     except ModelError as error:
         raise RequestError(str(error), param="model", code="model_unusable") from error
