@@ -318,6 +318,14 @@ class Prompter:
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         return make_rows(token_ids, self.image_token, [self.prepare(picture) for picture in pictures], self.rule)
 
+    def raw_rows(self, prompt: str | Sequence[int]) -> Rows:
+        """Rows of text or token ids as they are; text gets the special tokens that the tokenizer puts around any."""
+        return make_rows(self.encode(prompt) if isinstance(prompt, str) else prompt, self.image_token, (), self.rule)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of text, with the special tokens that the tokenizer puts around any."""
+        return self.tokenizer.encode(text, add_special_tokens=special)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 

@@ -281,7 +281,8 @@ class Request:
     `tools` are functions that the answer may call, as {"type": "function", "function": {"name", "description",
     "parameters"}} with a JSON schema of the parameters. `tool_choice` "auto" leaves it to the model, "none" shows it
     no tools, "required" and the name of a tool force a call. `template_options` are further variables of the chat
-    template, such as enable_thinking.
+    template, such as enable_thinking. In place of messages there may be a `prompt` that no template touches: text, or
+    token ids.
     """
 
     messages: tuple[Message, ...]
@@ -293,9 +294,10 @@ class Request:
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    prompt: str | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _require(len(self.messages) > 0, "messages", "must hold at least one message")
+        self._check_prompt()
         _require(
             all(isinstance(m, Message) for m in self.messages),
             "messages",
@@ -325,6 +327,14 @@ class Request:
         own = sorted(OWN_OPTIONS & self.template_options.keys())
         _require(not own, "template_options", f"{', '.join(own)} cannot be set there")
 
+    def _check_prompt(self) -> None:
+        if self.prompt is None:
+            _require(len(self.messages) > 0, "messages", "must hold at least one message")
+            return
+        ids = isinstance(self.prompt, tuple) and all(_is_count(token) for token in self.prompt)
+        _require(isinstance(self.prompt, str) or ids, "prompt", "must be text or a tuple of token ids")
+        _require(not (self.messages or self.tools), "prompt", "takes no messages and no tools beside it")
+
     @property
     def forces_tool(self) -> bool:
         """Whether the answer must be a tool call."""
@@ -347,6 +357,18 @@ class Request:
             sampling or SamplingParams(),
             speculation or Speculation(),
         )
+
+    @classmethod
+    def raw(
+        cls,
+        prompt: str | Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+    ) -> Request:
+        """Text or token ids to go on from, without a chat template."""
+        whole = prompt if isinstance(prompt, str) else tuple(prompt)
+        return cls((), sampling or SamplingParams(), speculation or Speculation(), prompt=whole)
 
 
 def _tool_name(tool: object) -> str:

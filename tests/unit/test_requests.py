@@ -173,3 +173,25 @@ def test_a_conversation_that_the_template_refuses_is_a_bad_request(error):
     prompter = Prompter(Tokenizer(), 0, OneAxis(), lambda picture: None)
     with pytest.raises(RequestError, match=f"chat template does not take this conversation: {error}"):
         prompter.rows([Message.of("user", "hi")], [])
+
+
+def test_a_raw_prompt_is_text_or_token_ids_and_has_no_messages_beside_it():
+    assert Request.raw("once").prompt == "once" and Request.raw([3, 4]).prompt == (3, 4)
+    for make in (
+        lambda: Request.raw([3, -1]),
+        lambda: Request.raw([3, True]),
+        lambda: Request((), prompt=[3]),
+        lambda: Request((Message.of("user", "hi"),), prompt="once"),
+    ):
+        with pytest.raises(RequestError) as error:
+            make()
+        assert error.value.param == "prompt"
+
+
+def test_a_raw_prompt_goes_through_no_template():
+    engine = toy_engine()
+    text, ids = engine.generate([Request.raw("abc"), Request.raw(engine._prompter.encode("abc"))])
+    assert text.timings.prompt_tokens == 3 and text.token_ids == ids.token_ids
+    for bad in ([10_000], []):
+        with pytest.raises(RequestError):
+            engine.add(Request.raw(bad))
