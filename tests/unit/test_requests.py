@@ -4,6 +4,7 @@ import math
 
 import jinja2
 import pytest
+from support.toy import toy_engine
 
 from foreglance import Grammar, Message, Request, RequestError, SamplingParams, Settings, Speculation, ToolCall
 from foreglance.prompt import OneAxis, Prompter
