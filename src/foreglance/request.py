@@ -472,11 +472,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Event:
-    """What a step gained for one request. The last event of a request carries its `result`; there is exactly one."""
+    """What a step gained for one request. The last event of a request carries its `result`; there is exactly one.
+
+    `drafted` is how many guesses the step put to the test; the tokens of depth >= 1 are those that stood.
+    """
 
     request_id: str
     tokens: tuple[Token, ...] = ()
     result: Result | None = None
+    drafted: int = 0
 
     @property
     def text(self) -> str:

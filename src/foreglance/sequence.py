@@ -226,7 +226,7 @@ class Sequence:
             if self.finish is not None:
                 break
             tokens.append(self._append(token, depth + 1 if depth < verdict.accepted else 0, logprob))
-        return self.event(tuple(tokens))
+        return self.event(tuple(tokens), verdict.drafted)
 
     def _append(self, token: int, depth: int, logprob: LogProb | None) -> Token:
         self.generated.append(token)
@@ -252,8 +252,8 @@ class Sequence:
         self.finish, self.error = reason, error
         return self.event(())
 
-    def event(self, tokens: tuple[Token, ...]) -> Event:
-        return Event(self.request.id, tokens, self.result() if self.finish is not None else None)
+    def event(self, tokens: tuple[Token, ...], drafted: int = 0) -> Event:
+        return Event(self.request.id, tokens, self.result() if self.finish is not None else None, drafted)
 
     def result(self) -> Result:
         assert self.finish is not None
