@@ -13,6 +13,8 @@ from transformers import AutoTokenizer
 
 from foreglance import Engine, Request, SamplingParams, Settings, Speculation
 from foreglance.models.base import ModelError
+from foreglance.models.registry import load_model
+from foreglance.models.weights import Weights
 
 SETTINGS = Settings(weights="fp32", grid=16, context=300)
 NARROW = replace(LLAMA, name="narrow", options=(*LLAMA.options, ("vocab_size", 304)), num_shards=1)
@@ -70,6 +72,20 @@ def test_the_drafts_own_head_and_images_are_left_alone(folders):
     assert generate(engine, "one image", "mtp").draft.kind == "mtp"
     twin = engine.with_target(engine.target)
     assert generate(twin, "one image", "auto").draft.kind == "model"
+
+
+@pytest.mark.parametrize(("name", "head"), [("tiny-qwen", "mtp."), ("tiny-step", "layers.6."), ("tiny-gemma", "tower")])
+def test_tower_and_head_of_a_draft_are_not_read(name, head, monkeypatch):
+    """Of a model with images only the text decoder drafts: no time and no memory for the rest."""
+    read, take, take_all = [], Weights.take, Weights.take_all
+    monkeypatch.setattr(Weights, "take", lambda self, name, *shape: read.append(name) or take(self, name, *shape))
+    monkeypatch.setattr(Weights, "take_all", lambda self, prefix: read.append(prefix) or take_all(self, prefix))
+    for text_only in (False, True):
+        read.clear()
+        target = load_model(name, Settings(), text_only=text_only).target
+        assert (target.vision is None) == text_only
+        assert any(head in tensor for tensor in read) != text_only
+        assert target.head is None or not text_only
 
 
 def with_words(source, folder, change):

@@ -257,10 +257,19 @@ def test_a_tensor_that_is_left_over_is_named(checkpoint_of, tmp_path, name):
         load(edited(checkpoint_of(UNTIED).folder, tmp_path / "more", lambda state: state.update({name: torch.ones(3)})))
 
 
-def test_a_tied_checkpoint_with_a_head_of_its_own_is_refused(checkpoint_of, tmp_path):
-    head = {"lm_head.weight": torch.ones(TIED.vocab, TIED.hidden)}
-    with pytest.raises(ModelError, match=r"lm_head\.weight"):
-        load(edited(checkpoint_of(TIED).folder, tmp_path / "tied", lambda state: state.update(head)))
+def test_a_tied_checkpoint_may_hold_its_head_twice_but_not_another_one(checkpoint_of, tmp_path):
+    """In either spelling; what is refused is two matrices of which the config says that they are one."""
+    source = checkpoint_of(TIED)
+    for number, name in enumerate(("lm_head.weight", "language_model.lm_head.weight")):
+
+        def twice(state, name=name):
+            state[name] = state["model.language_model.embed_tokens.weight"].clone()
+
+        target = load(edited(source.folder, tmp_path / f"twice {number}", twice)).target
+        assert target.head is not None
+        other = {name: torch.ones(TIED.vocab, TIED.hidden)}
+        with pytest.raises(ModelError, match=rf"ties the output head .* {name} is another matrix"):
+            load(edited(source.folder, tmp_path / f"other {number}", lambda state, other=other: state.update(other)))
 
 
 def without(prefix: str):
@@ -326,6 +335,16 @@ def test_every_published_prefix_of_the_trunk_is_read(checkpoint_of, tmp_path, pr
         got = logits_of(engine.target, rows, iter(PLANS["one chunk"]))
         expected = Dialogue(checkpoint_of(TIED), CONVERSATIONS[name]).logits
         assert float((got - expected).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("prefix", ["language_model.mtp.", "model.language_model.mtp."])
+def test_a_head_under_the_text_model_is_found(checkpoint_of, tmp_path, prefix):
+    """Case E3: a head that conversions moved is not silently missing."""
+    folder = edited(checkpoint_of(TIED).folder, tmp_path / "moved", renamed("mtp.", prefix))
+    engine = Engine.load(str(folder), Settings(weights="fp32", try_drafts=False))
+    moved = answer(engine, CONVERSATIONS["one image"], Speculation("mtp", 3))
+    plain = answer(Engine.load(str(checkpoint_of(TIED).folder)), CONVERSATIONS["one image"], Speculation("mtp", 3))
+    assert moved.timings.accepted == plain.timings.accepted and moved.token_ids == plain.token_ids
 
 
 def test_a_folder_without_embeddings_says_where_they_were_sought(checkpoint_of, tmp_path):

@@ -212,7 +212,7 @@ def load_with(folder, conventions):
 
     config = step3p7.read_config(folder)
     ops, _ = choose("fp32", *step3p7.shapes_of(config.to_dict()))
-    return step3p7.load("other", folder, config, ops, 512, frozenset({2}), conventions)
+    return step3p7.load("other", folder, config, ops, 512, frozenset({2}), conventions=conventions)
 
 
 @sizes_param

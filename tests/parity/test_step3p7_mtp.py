@@ -253,7 +253,7 @@ def test_the_other_convention_of_chaining_can_be_chosen(made, sizes):
     config = step3p7.read_config(checkpoint.folder)
     ops, _ = choose("fp32", *step3p7.shapes_of(config.to_dict()))
     conventions = step3p7.Conventions(chained_from="post_norm")
-    target = step3p7.load("other", checkpoint.folder, config, ops, 512, frozenset(), conventions)
+    target = step3p7.load("other", checkpoint.folder, config, ops, 512, frozenset(), conventions=conventions)
     result, modules = drafted(replace(loaded, target=target), "one image with crops", "see")
     right = reference_of(checkpoint, "see", "one image with crops", list(result.token_ids))
     for number, rows in enumerate(replace(right, chained="post_norm").logits()):

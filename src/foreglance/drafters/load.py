@@ -59,7 +59,7 @@ def load_second(name: str, settings: Settings, target: Loaded, instrument: Calla
         reader = gemma4_assistant.load(folder.name, folder, auto_config(folder), target.target)
         return lambda around: SharedCacheDrafter(reader, around.target_store)
     check_vocabulary(spec.name, target.tokenizer.get_vocab(), folder.name, load_tokenizer(folder).get_vocab())
-    draft = load_model(name, settings, instrument).target
+    draft = load_model(name, settings, instrument, text_only=True).target
     if draft.spec.context < spec.context:
         log.warning(
             "draft %s holds %d rows, target %s %d: no drafts beyond them",

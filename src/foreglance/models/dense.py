@@ -25,7 +25,7 @@ from foreglance.images import Picture
 from foreglance.models.attention import attend
 from foreglance.models.base import Caches, ModelError, ModelSpec, tiles_of
 from foreglance.models.layers import RotaryTable, default_inv_freq, embed_rows, rotary_table
-from foreglance.models.weights import Weights
+from foreglance.models.weights import Weights, take_output
 from foreglance.ops.base import Ops, PackedLinear
 from foreglance.prompt import ImageInput, OneAxis
 from foreglance.request import RequestError
@@ -242,7 +242,8 @@ class Dense:
         self._embedding_scale = shape.hidden**0.5 if shape.traits.scaled_embedding else None
         self._layers = [Layer(load.at(f"layers.{i}"), i) for i in range(len(shape.kinds))]
         self._norm = load.norm("norm", shape.hidden)
-        self._output = load.ops.pack_linear(_output(load, self._table, tied))
+        head = load.prefix.removesuffix("model.") + "lm_head.weight"
+        self._output = load.ops.pack_linear(take_output(load.weights, self._table, tied, head))
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
         angles = {kind: table.angles(batch.positions) for kind, table in self._rotary.items()}
@@ -265,8 +266,11 @@ class Dense:
         raise RuntimeError("a text model has no vision tower")
 
 
-def load(name: str, folder: Path, config: Any, ops: Ops, context: int, eos: frozenset[int]) -> Dense:
-    """Read a checkpoint folder. `config` is transformers' config of it."""
+def load(
+    name: str, folder: Path, config: Any, ops: Ops, context: int, eos: frozenset[int], text_only: bool = False
+) -> Dense:
+    """Read a checkpoint folder. `config` is transformers' config of it. There is nothing but text, so `text_only`
+    changes nothing."""
     values = config.to_dict()
     shape = Shape.of(values)
     rotary = {kind: _rotary(config, kind, shape, context) for kind in set(shape.kinds)}
@@ -289,17 +293,6 @@ def load(name: str, folder: Path, config: Any, ops: Ops, context: int, eos: froz
     model = Dense(spec, Loader(ops, weights, trunk, shape), rotary, bool(values.get("tie_word_embeddings")))
     weights.finish(may_stay=lambda tensor: tensor.endswith("rotary_emb.inv_freq"))
     return model
-
-
-def _output(load: Loader, table: Tensor, tied: bool) -> Tensor:
-    """The output head [vocab, hidden]. One that a tied checkpoint holds besides must be the table itself."""
-    name = load.prefix.removesuffix("model.") + "lm_head.weight"
-    if tied and name not in load.weights:
-        return table
-    weight = load.weights.take(name, *table.shape)
-    if tied and not torch.equal(weight, table):
-        raise ModelError(f"the config ties the output head to the embedding, but {name} is another matrix")
-    return weight
 
 
 def _rotary(config: Any, kind: str, shape: Shape, context: int) -> RotaryTable:

@@ -469,8 +469,10 @@ def shapes_of(config: dict[str, Any]) -> tuple[set[tuple[int, int]], set[int], s
     return shape.linear_shapes() | {(text["vocab_size"], shape.hidden)}, shape.row_widths(), experts
 
 
-def load(name: str, folder: Path, config: Any, ops: Ops, context: int, eos: frozenset[int]) -> Gemma4:
-    """Read a checkpoint folder. `config` is transformers' config of it."""
+def load(
+    name: str, folder: Path, config: Any, ops: Ops, context: int, eos: frozenset[int], text_only: bool = False
+) -> Gemma4:
+    """Read a checkpoint folder, or with `text_only` its text decoder. `config` is transformers' config of it."""
     values = config.to_dict()
     text = values.get("text_config", values)
     shape = Shape.of(text)
@@ -499,6 +501,8 @@ def load(name: str, folder: Path, config: Any, ops: Ops, context: int, eos: froz
     if not values.get("tie_word_embeddings", text.get("tie_word_embeddings", True)):
         model.output = ops.pack_linear(weights.take("lm_head.weight", spec.vocab_size, shape.hidden))
     top = trunk.removesuffix("language_model.")
+    if text_only:
+        weights.leave([f"{top}{part}" for part in ("vision_tower.", "embed_vision.")])
     if values.get("vision_config") and any(weights.names(f"{top}vision_tower.")):
         model.vision = GemmaVision(folder, config, weights, top)
     weights.finish(may_stay=lambda tensor: _is_unused(tensor, trunk, shape))

@@ -36,7 +36,7 @@ from foreglance.models.layers import (
     rotary_table,
 )
 from foreglance.models.vision import QwenVision, no_tower
-from foreglance.models.weights import Weights
+from foreglance.models.weights import Weights, take_output
 from foreglance.ops.base import Ops, PackedLinear
 from foreglance.prompt import ImageInput, MRope
 
@@ -44,6 +44,9 @@ FAMILY = "qwen3_5"
 HIDDEN_FROM = "post_norm"  # the state that the MTP head is fed and chains
 POSITION_OF = "input"  # an MTP row is numbered as its input x of row t + 1 (transformers, llama.cpp; vLLM: "hidden")
 L2_EPS = 1e-6
+TOWER = "model.visual."
+HEADS = ("mtp.", "language_model.mtp.", "model.language_model.mtp.")  # conversions put it under the text model
+OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
 IMAGE_POSITIONS = MRope()
 
 
@@ -371,13 +374,16 @@ def load(
     ops: Ops,
     context: int,
     eos: frozenset[int],
+    text_only: bool = False,
     variant: Variant = DENSE,
 ) -> Qwen3_5:
-    """Read a checkpoint folder. `config` is transformers' config of it."""
+    """Read a checkpoint folder, or with `text_only` its text decoder. `config` is transformers' config of it."""
     values = config.to_dict()
     text = values.get("text_config", values)
     shape = Shape.of(text)
     weights = Weights(folder)
+    if text_only:
+        weights.leave((TOWER, *HEADS))
     trunk = _trunk_prefix(weights, folder)
     spec = ModelSpec(
         name=name,
@@ -392,9 +398,11 @@ def load(
         eos=eos,
     )
     model = Qwen3_5(spec, variant, text, Loader(ops, weights, trunk), _rotary(text, context))
-    model.output = _output(ops, weights, text, values, model.table)
-    if values.get("vision_config") and any(weights.names("model.visual.")):
-        model.vision = QwenVision(folder, config.vision_config, weights, "model.visual.")
+    tied = bool(values.get("tie_word_embeddings", text.get("tie_word_embeddings")))
+    name_of_output = next((output for output in OUTPUTS if output in weights), OUTPUTS[0])
+    model.output = ops.pack_linear(take_output(weights, model.table, tied, name_of_output))
+    if values.get("vision_config") and any(weights.names(TOWER)):
+        model.vision = QwenVision(folder, config.vision_config, weights, TOWER)
     model.head = _mtp(ops, weights, text, variant, spec, model)
     weights.finish()
     return model
@@ -424,18 +432,13 @@ def _rotary(text: dict[str, Any], context: int) -> RotaryTable:
     return rotary_table(default_inv_freq(rope["rope_theta"], size), context, axes)
 
 
-def _output(ops: Ops, weights: Weights, text: dict[str, Any], values: dict[str, Any], table: Tensor) -> PackedLinear:
-    if values.get("tie_word_embeddings", text.get("tie_word_embeddings")):
-        return ops.pack_linear(table)
-    return ops.pack_linear(weights.take("lm_head.weight", text["vocab_size"], text["hidden_size"]))
-
-
 def _mtp(
     ops: Ops, weights: Weights, text: dict[str, Any], variant: Variant, spec: ModelSpec, model: Qwen3_5
 ) -> MtpHead | None:
     """The head if its tensors are there: converted checkpoints keep the config and lose the tensors, or the other way
     round, so the tensors decide."""
-    if not any(weights.names("mtp.")):
+    prefix = next((prefix for prefix in HEADS if any(weights.names(prefix))), None)
+    if prefix is None:
         return None
     if text.get("mtp_num_hidden_layers") not in (None, 0, 1):
         raise ModelError(
@@ -443,7 +446,7 @@ def _mtp(
         )
     if text.get("mtp_use_dedicated_embeddings"):
         raise ModelError("an MTP head with dedicated embeddings is not supported for this family")
-    shape, load = Shape.of(text), Loader(ops, weights, "mtp.")
+    shape, load = Shape.of(text), Loader(ops, weights, prefix)
     head_spec = HeadSpec(
         family=variant.family,
         vocab_size=spec.vocab_size,

@@ -86,15 +86,17 @@ def model_type_of(folder: Path) -> str:
         raise ModelError(f"{folder}/config.json is no config of a model ({error})") from error
 
 
-def load_model(name: str, settings: Settings, instrument: Callable[[Ops], Ops] = lambda ops: ops) -> Loaded:
+def load_model(
+    name: str, settings: Settings, instrument: Callable[[Ops], Ops] = lambda ops: ops, text_only: bool = False
+) -> Loaded:
     """Load an embedded model, a folder or a hub name. Raises `ModelError` in words to act on.
 
-    `instrument` may wrap the operations, e.g. to time them.
+    `instrument` may wrap the operations, e.g. to time them. `text_only` leaves vision tower and draft head unread.
     """
     folder = find_model(name)
     family = family_of(model_type_of(folder))
     try:
-        return _load(folder, family, settings, instrument)
+        return _load(folder, family, settings, instrument, text_only)
     except ModelError:
         raise
     except KeyError as error:
@@ -103,7 +105,9 @@ def load_model(name: str, settings: Settings, instrument: Callable[[Ops], Ops] =
         raise ModelError(f"{folder}: {error}") from error
 
 
-def _load(folder: Path, family: Family, settings: Settings, instrument: Callable[[Ops], Ops]) -> Loaded:
+def _load(
+    folder: Path, family: Family, settings: Settings, instrument: Callable[[Ops], Ops], text_only: bool
+) -> Loaded:
     config = family.read_config(folder)
     values = config.to_dict()
     text = values.get("text_config", values)
@@ -112,7 +116,8 @@ def _load(folder: Path, family: Family, settings: Settings, instrument: Callable
     tokenizer = load_tokenizer(folder)
     _check_tokenizer(tokenizer, text["vocab_size"], folder)
     context = min(settings.context or DEFAULT_CONTEXT, text["max_position_embeddings"])
-    target = family.load(folder.name, folder, config, instrument(ops), context, end_tokens(folder, values, tokenizer))
+    eos = end_tokens(folder, values, tokenizer)
+    target = family.load(folder.name, folder, config, instrument(ops), context, eos, text_only)
     return Loaded(folder, target, tokenizer, report)
 
 

@@ -32,7 +32,7 @@ from foreglance.models.attention import attend
 from foreglance.models.base import Caches, HeadSpec, ModelError, ModelSpec, tiles_of
 from foreglance.models.layers import RotaryTable, default_inv_freq, embed_rows, rotary_table
 from foreglance.models.moe import Experts, Routing, expert_shapes
-from foreglance.models.step_vision import TOWERS, StepVision
+from foreglance.models.step_vision import PROJECTORS, TOWERS, StepVision
 from foreglance.models.vision import no_tower
 from foreglance.models.weights import Weights
 from foreglance.ops.base import Ops, PackedLinear
@@ -398,15 +398,18 @@ def load(
     ops: Ops,
     context: int,
     eos: frozenset[int],
+    text_only: bool = False,
     conventions: Conventions = Conventions(),
 ) -> Step3p7:
-    """Read a checkpoint folder. `config` is transformers' config of it."""
+    """Read a checkpoint folder, or with `text_only` its text decoder. `config` is transformers' config of it."""
     values = config.to_dict()
     text = values["text_config"]
     shape, weights = Shape.of(text), Weights(folder)
     trunk = next((prefix for prefix in TRUNKS if f"{prefix}embed_tokens.weight" in weights), None)
     if trunk is None:
         raise ModelError(f"{folder}: no embed_tokens.weight under {' or '.join(TRUNKS)}")
+    if text_only:
+        weights.leave((*TOWERS, *PROJECTORS, *_behind(weights, f"{trunk}layers.", text["num_hidden_layers"])))
     kinds, limits = text["layer_types"], Limits.read(folder)
     sparse = [kind == "sparse" for kind in text["mlp_layer_types"]]
     plans = [limits.plan(i, kind, sparse[i]) for i, kind in enumerate(kinds)]
@@ -431,6 +434,12 @@ def load(
     model.head = _mtp(loader, text, shape, limits, model, rotary, conventions)
     weights.finish()
     return model
+
+
+def _behind(weights: Weights, stem: str, count: int) -> set[str]:
+    """Prefixes of the layers behind the trunk's: MTP modules."""
+    numbers = {name.removeprefix(stem).split(".")[0] for name in weights.names(stem)}
+    return {f"{stem}{number}." for number in numbers if int(number) >= count}
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,10 @@ class Weights:
         """Of a tensor that is there, without reading it."""
         return tuple(self._handles[self._place[name]].get_slice(name).get_shape())
 
+    def leave(self, prefixes: Sequence[str]) -> None:
+        """Go on as if the file had no tensor of these beginnings: for parts that nothing here will use."""
+        self._place = {name: path for name, path in self._place.items() if not name.startswith(tuple(prefixes))}
+
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor, as it is stored; zeros in its place if it is missing or has another shape (see `finish`)."""
         if name not in self._place:
@@ -150,6 +154,19 @@ class Weights:
             raise ModelError(
                 f"{self._folder}: the checkpoint does not fit its config; " + "; ".join(filter(None, problems))
             )
+
+
+def take_output(weights: Weights, table: Tensor, tied: bool, name: str = "lm_head.weight") -> Tensor:
+    """The output head [vocab, hidden]. One that a tied checkpoint holds besides its `table` must be that table."""
+    if tied and name not in weights:
+        return table
+    weight = weights.take(name, *table.shape)
+    if tied and not torch.equal(weight, table):
+        raise ModelError(
+            f"the config ties the output head to the embedding, but {name} is another matrix; set "
+            "tie_word_embeddings to false if the checkpoint was trained with both"
+        )
+    return weight
 
 
 def _listed(word: str, names: Sequence[str], shown: int = 12) -> str:
