@@ -187,9 +187,17 @@ class Engine:
             raise RequestError(f"prompt: names token {bad[0]}, the vocabulary has {size}", param="prompt")
         return prompt
 
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of text, with the special tokens that the tokenizer puts around any."""
+        return self._prompter.encode(text, special)
+
     def decode(self, token_ids: Many[int]) -> str:
         """Text of token ids, special tokens left out."""
         return self._prompter.decode(token_ids)
+
+    def piece(self, token_id: int) -> str:
+        """The text of one token by itself, special tokens too."""
+        return self._prompter.piece(token_id)
 
     def add_rows(self, request: Request, rows: Rows) -> str:
         """Queue a request whose prompt is already rows."""
@@ -262,6 +270,19 @@ class Engine:
             return False
         self._end(sequence, "cancelled")
         return True
+
+    @property
+    def draft_kinds(self) -> tuple[str, ...]:
+        """The kinds of drafters that a request may name here."""
+        return tuple(self._drafters)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
 
     @property
     def is_idle(self) -> bool:

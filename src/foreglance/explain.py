@@ -8,7 +8,8 @@ One column more stands for the first token of the answer. Draws nothing, no tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Literal
@@ -87,6 +88,20 @@ def explain(rows: Rows, labels: Many[str], rule: PositionRule, head: HeadSpec | 
         modules = range(1, head.num_modules + 1)
         tracks += [_draft(sequence, policy, head, module) for policy in IMAGE_POLICIES for module in modules]
     return Explanation((*labels, "answer"), _blocks(rows), tuple(tracks), rule.axes)
+
+
+def labels_of(rows: Rows, piece: Callable[[int], str]) -> list[str]:
+    """Each row in words: "image", or its token as `piece` decodes it, with white space that can be seen and without
+    control characters, which an SVG file must not hold."""
+    return [
+        "image" if is_image else visible(piece(int(token)))
+        for token, is_image in zip(rows.token_ids, rows.is_image, strict=True)
+    ]
+
+
+def visible(text: str) -> str:
+    shown = text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣")
+    return "".join(c for c in shown if unicodedata.category(c) != "Cc") or "∅"
 
 
 def _sequence(rows: Rows, rule: PositionRule) -> Sequence:

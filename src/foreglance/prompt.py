@@ -329,6 +329,10 @@ class Prompter:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
+    def piece(self, token_id: int) -> str:
+        """The text of one token by itself, special tokens too."""
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
 
 def _as_template_message(message: Message) -> dict[str, Any]:
     """The form that chat templates read: a plain string where there is only text, else typed parts."""

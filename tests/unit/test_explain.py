@@ -4,12 +4,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from foreglance.cli.explain import _visible
-from foreglance.cli.rows_svg import draw
 from foreglance.cli.rows_text import draw_lines
-from foreglance.explain import Explanation, explain, fold, shorten, to_numbers
+from foreglance.explain import Explanation, explain, fold, shorten, to_numbers, visible
 from foreglance.models.base import HeadSpec
 from foreglance.prompt import ImageInput, MRope, OneAxis, make_rows
+from foreglance.rows_svg import draw
 
 IMAGE_TOKEN = 9
 
@@ -158,5 +157,5 @@ def test_all_axes_are_drawn_on_request():
 
 
 def test_labels_show_white_space_and_hold_no_control_characters():
-    assert _visible(" a\n\t") == "␣a↵⇥"
-    assert _visible("\x1b") == "∅"
+    assert visible(" a\n\t") == "␣a↵⇥"
+    assert visible("\x1b") == "∅"

@@ -18,7 +18,7 @@ LEVELS = (
     {"drafters"},
     {"scheduler"},
     {"engine"},
-    {"bench", "cli", "explain", "serve"},
+    {"bench", "cli", "explain", "rows_svg", "serve"},
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -10,13 +10,12 @@ import typer
 
 from foreglance.cli.options import ModelOptions, takes
 from foreglance.cli.running import check_pictures, load_engine
-from foreglance.cli.show import harmless, print_json, to_stderr, to_stdout
+from foreglance.cli.show import print_json, to_stderr, to_stdout
 from foreglance.request import Request, RequestError
 from foreglance.settings import Settings
 
 if TYPE_CHECKING:
     from foreglance.explain import Explanation
-    from foreglance.prompt import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ def explain(options: ExplainOptions) -> None:
     _check_target(options.svg)
     explanation, name = _explain(options, request, settings)
     if options.svg is not None:
-        from foreglance.cli.rows_svg import draw
+        from foreglance.rows_svg import draw
 
         options.svg.write_text(draw(explanation, options.axes, name), encoding="utf-8")
         to_stderr(f"drawn into {options.svg}", style="dim")
@@ -63,26 +62,11 @@ def _check_target(svg: Path | None) -> None:
 def _explain(options: ExplainOptions, request: Request, settings: Settings) -> tuple[Explanation, str]:
     engine = load_engine(options, settings)
     from foreglance.explain import explain as explain_rows
+    from foreglance.explain import labels_of
 
     target, rows = engine.target, engine.prepare(request)
     if target.head is None:
         to_stderr(f"the checkpoint of {target.spec.name} has no draft head, so only the target has rows", "yellow")
     head = None if target.head is None else target.head.spec
-    labels = _labels(options.model, rows)
+    labels = labels_of(rows, engine.piece)
     return explain_rows(rows, labels, target.spec.rule, head), target.spec.name
-
-
-def _labels(model: str, rows: Rows) -> list[str]:
-    """Each row in words, special tokens too: the engine's own decoding leaves those out."""
-    from transformers import AutoTokenizer
-
-    from foreglance.models.weights import find_model
-
-    tokenizer = AutoTokenizer.from_pretrained(find_model(model), trust_remote_code=False)
-    texts = [tokenizer.decode([int(token)], skip_special_tokens=False) for token in rows.token_ids]
-    return ["image" if is_image else _visible(text) for text, is_image in zip(texts, rows.is_image, strict=True)]
-
-
-def _visible(text: str) -> str:
-    """White space that can be seen, and nothing that an SVG file must not hold."""
-    return harmless(text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣")) or "∅"
