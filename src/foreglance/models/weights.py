@@ -1,14 +1,16 @@
 """Checkpoint folders: where a model lies, and its tensors, strict both ways.
 
-Reads safetensors only (one file or shards with an index). No pickle, no remote code.
+Reads safetensors (one file or shards with an index) and GGUF files that were laid out as a folder. No pickle, no
+remote code.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,6 +36,10 @@ def find_model(name: str) -> Path:
     if name in embedded_models():
         return EMBEDDED / name
     folder = Path(name).expanduser()
+    if folder.suffix == ".gguf" and folder.is_file():
+        from foreglance.models.gguf.folder import lay_out
+
+        return lay_out(folder)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(f"{folder} has no config.json; give the folder of a checkpoint in the Hugging Face layout")
@@ -71,11 +77,24 @@ def _download(name: str) -> Path:
         raise ModelError(f"model {name!r} is not cached and cannot be downloaded: {error}") from error
 
 
-class Weights:
-    """The tensors of a checkpoint folder, handed out once each.
+class TensorSource(Protocol):
+    """Where tensors come from, by their hub names."""
 
-    `take` notes what is missing or mis-shaped and goes on, so that `finish` can name everything that is wrong at once.
-    """
+    def keys(self) -> Iterable[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading the tensor."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """As it is stored."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SafeFiles:
+    """One safetensors file, or shards with an index."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -84,9 +103,6 @@ class Weights:
         self._handles = {path: self._open(path) for path in self._files()}
         for path, handle in self._handles.items():
             self._place.update(dict.fromkeys(handle.keys(), path))
-        self._taken: set[str] = set()
-        self._missing: list[str] = []
-        self._misshaped: list[str] = []
 
     def _files(self) -> list[Path]:
         index = self._folder / INDEX
@@ -109,27 +125,63 @@ class Weights:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is not a whole safetensors file ({error}); fetch it again") from error
 
+    def keys(self) -> Iterable[str]:
+        return self._place.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handles[self._place[name]].get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        return self._handles[self._place[name]].get_tensor(name)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def open_tensors(folder: Path) -> TensorSource:
+    """The tensors of a checkpoint folder, from safetensors or from the GGUF files that it was laid out of."""
+    from foreglance.models.gguf.folder import POINTER, GgufTensors
+
+    return GgufTensors(folder) if (folder / POINTER).is_file() else SafeFiles(folder)
+
+
+class Weights:
+    """The tensors of a checkpoint folder, handed out once each.
+
+    `take` notes what is missing or mis-shaped and goes on, so that `finish` can name everything that is wrong at once.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._source = open_tensors(folder)
+        self._names = list(self._source.keys())
+        self._known = set(self._names)
+        self._taken: set[str] = set()
+        self._missing: list[str] = []
+        self._misshaped: list[str] = []
+
     def __contains__(self, name: str) -> bool:
-        return name in self._place
+        return name in self._known
 
     def names(self, prefix: str = "") -> Iterator[str]:
-        return (name for name in self._place if name.startswith(prefix))
+        return (name for name in self._names if name.startswith(prefix))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor that is there, without reading it."""
-        return tuple(self._handles[self._place[name]].get_slice(name).get_shape())
+        return self._source.shape(name)
 
     def leave(self, prefixes: Sequence[str]) -> None:
         """Go on as if the file had no tensor of these beginnings: for parts that nothing here will use."""
-        self._place = {name: path for name, path in self._place.items() if not name.startswith(tuple(prefixes))}
+        self._names = [name for name in self._names if not name.startswith(tuple(prefixes))]
+        self._known = set(self._names)
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor, as it is stored; zeros in its place if it is missing or has another shape (see `finish`)."""
-        if name not in self._place:
+        if name not in self._known:
             self._missing.append(f"{name} {list(shape)}")
             return torch.zeros(shape)
         self._taken.add(name)
-        tensor = self._handles[self._place[name]].get_tensor(name)
+        tensor = self._source.tensor(name)
         if tuple(tensor.shape) != shape:
             self._misshaped.append(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
             return torch.zeros(shape)
@@ -139,12 +191,12 @@ class Weights:
         """Every tensor under a prefix, by the rest of its name: for parts whose shapes another library checks."""
         names = list(self.names(prefix))
         self._taken.update(names)
-        return {name[len(prefix) :]: self._handles[self._place[name]].get_tensor(name) for name in names}
+        return {name[len(prefix) :]: self._source.tensor(name) for name in names}
 
     def finish(self, may_stay: Callable[[str], bool] = lambda name: False) -> None:
         """Close the files; raise `ModelError` naming every missing, mis-shaped and left-over tensor."""
-        self._stack.close()
-        left = sorted(name for name in self._place if name not in self._taken and not may_stay(name))
+        self._source.close()
+        left = sorted(name for name in self._names if name not in self._taken and not may_stay(name))
         problems = [
             _listed("missing", self._missing),
             _listed("mis-shaped", self._misshaped),

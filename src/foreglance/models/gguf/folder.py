@@ -1,0 +1,135 @@
+"""A GGUF file laid out as a hub folder: config, tokenizer and processor as small files, tensors where they are.
+
+The folder is temporary and goes with the process. `POINTER` in it names the GGUF files; `tensors_of` reads them under
+hub names, so nothing else needs to know where a tensor comes from.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from torch import Tensor
+
+from foreglance.models.base import ModelError
+from foreglance.models.gguf import qwen3_5
+from foreglance.models.gguf.file import GgufFile
+from foreglance.models.gguf.naming import Spelling
+from foreglance.models.gguf.tokens import token_list, write_tokenizer
+
+POINTER = "gguf-files.json"
+SUFFIX = ".gguf"
+FAMILIES: dict[str, ModuleType] = {arch: module for module in (qwen3_5,) for arch in module.ARCHITECTURES}
+COMPUTED = ("rope_freqs.weight",)  # follow from the config
+
+
+def lay_out(model: Path, mmproj: Path | None = None, draft: Path | None = None) -> Path:
+    """A hub folder for a target's file, a vision tower's and an MTP block's. Raises `ModelError`."""
+    file = GgufFile(model)
+    family = _family(file)
+    if family.is_draft(file):
+        raise ModelError(f"{model} holds a draft head alone; give the target with --model and this file with --draft")
+    mmproj = mmproj or _beside(model)
+    config = family.config_of(file, token_list(file))
+    folder = Path(tempfile.mkdtemp(prefix="foreglance-")) / model.name.removesuffix(SUFFIX)
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    folder.mkdir()
+    write_tokenizer(file, folder)
+    if mmproj is not None:
+        tower = GgufFile(mmproj)
+        config["vision_config"] = family.vision_config_of(tower)
+        (folder / "preprocessor_config.json").write_text(json.dumps(family.processor_of(tower)))
+    if draft is not None:
+        _check_draft(file, GgufFile(draft), family)
+        config["text_config"]["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    paths = {"model": model, "mmproj": mmproj, "draft": draft}
+    (folder / POINTER).write_text(json.dumps({name: str(p.resolve()) for name, p in paths.items() if p is not None}))
+    return folder
+
+
+def _family(file: GgufFile) -> ModuleType:
+    arch = file.need("general.architecture")
+    if arch not in FAMILIES:
+        hint = "; it is a vision tower, give it with --mmproj" if arch == "clip" else ""
+        raise ModelError(f"{file.path}: architecture {arch!r} is not supported, {', '.join(FAMILIES)} are{hint}")
+    return FAMILIES[arch]
+
+
+def _beside(model: Path) -> Path | None:
+    """The one mmproj file in the model's folder, as downloads of a repository leave it there; None if there are none
+    or several."""
+    found = [path for path in model.parent.glob(f"mmproj*{SUFFIX}") if path != model]
+    return found[0] if len(found) == 1 else None
+
+
+def holds_draft_alone(path: Path) -> bool:
+    """Whether a file is an MTP block that goes with a target's file."""
+    file = GgufFile(path)
+    family = FAMILIES.get(file.get("general.architecture"))
+    return family is not None and family.is_draft(file)
+
+
+def _check_draft(target: GgufFile, draft: GgufFile, family: ModuleType) -> None:
+    arch = target.need("general.architecture")
+    if draft.get("general.architecture") != arch or not family.is_draft(draft):
+        raise ModelError(f"{draft.path} is no draft head of {arch}, the architecture of {target.path}")
+    key = f"{arch}.embedding_length"
+    if draft.need(key) != target.need(key):
+        raise ModelError(
+            f"{draft.path} cannot draft for {target.path}: its hidden size is {draft.need(key)}, the target's "
+            f"{target.need(key)}"
+        )
+
+
+class GgufTensors:
+    """Tensors of a laid-out folder by hub name. A tensor that has no hub name keeps its own, so that it is missed."""
+
+    def __init__(self, folder: Path):
+        paths = {name: Path(path) for name, path in json.loads((folder / POINTER).read_text()).items()}
+        config = json.loads((folder / "config.json").read_text())
+        target = GgufFile(paths["model"])
+        family = _family(target)
+        self._found: dict[str, tuple[GgufFile, Spelling]] = {}
+        self._unknown: dict[str, GgufFile] = {}
+        spelled = family.spellings(config)
+        self._add(target, [s for s in spelled if "draft" not in paths or not s.hub.startswith(family.MTP)])
+        if "draft" in paths:
+            draft = GgufFile(paths["draft"])
+            self._add(draft, [s for s in spelled if s.hub.startswith(family.MTP)], whole=False)
+        if "mmproj" in paths:
+            self._add(GgufFile(paths["mmproj"]), family.vision_spellings(config))
+
+    def _add(self, file: GgufFile, spelled: list[Spelling], whole: bool = True) -> None:
+        here = [one for one in spelled if all(name in file.tensors for name in one.file)]
+        self._found.update({one.hub: (file, one) for one in here})
+        known = {name for one in here for name in one.file}
+        if whole:
+            self._unknown.update({name: file for name in file.tensors if name not in known and name not in COMPUTED})
+
+    def keys(self) -> Iterator[str]:
+        yield from self._found
+        yield from self._unknown
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._unknown:
+            return self._unknown[name].tensors[name].shape
+        return tuple(self.tensor(name).shape)
+
+    def tensor(self, name: str) -> Tensor:
+        if name in self._unknown:
+            return self._unknown[name].tensor(name)
+        file, spelling = self._found[name]
+        try:
+            return spelling.change.load(*(file.tensor(one) for one in spelling.file))
+        except (RuntimeError, IndexError) as error:
+            shapes = ", ".join(f"{one} {list(file.tensors[one].shape)}" for one in spelling.file)
+            raise ModelError(f"{file.path}: {shapes} does not fit the sizes that the file names ({error})") from error
+
+    def close(self) -> None:
+        """Nothing to do: a mapped file is closed when nobody refers to it."""
