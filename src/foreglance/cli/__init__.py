@@ -1,4 +1,4 @@
-"""The command line: `foreglance demo | generate | chat | explain | models | bench`.
+"""The command line: `foreglance demo | generate | chat | explain | models | serve | bench`.
 
 A border of the project: words typed by a person become requests here, and whatever is wrong with them becomes one
 sentence on stderr and exit code 2. Owns no rule about tokens; never touches tensors.
@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from foreglance import __version__
-from foreglance.cli import bench, chat, demo, explain, generate, models
+from foreglance.cli import bench, chat, demo, explain, generate, models, serve
 from foreglance.cli.show import print_json, to_stderr
 from foreglance.request import RequestError
 
@@ -67,7 +67,7 @@ def _root(
     pass
 
 
-for command in (demo.demo, generate.generate, chat.chat, explain.explain, models.models):
+for command in (demo.demo, generate.generate, chat.chat, explain.explain, models.models, serve.serve):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

@@ -1,0 +1,112 @@
+"""The application: routes, what every request passes first, errors in OpenAI's shape, the static page. No tensors."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from foreglance import __version__
+from foreglance.request import RequestError
+from foreglance.serve.errors import ApiError, from_request_error, from_validation
+from foreglance.serve.guard import Guard
+from foreglance.serve.host import Host
+from foreglance.serve.routes import openai_router, other_router
+from foreglance.serve.schema import UNSUPPORTED, Error
+from foreglance.serve.settings import ServerSettings
+from foreglance.serve.stream import ClientGone, Json
+
+if TYPE_CHECKING:
+    from foreglance.engine import Engine
+
+log = logging.getLogger(__name__)
+PAGE = Path(__file__).parent / "page"
+ASSETS = PAGE.parent.parent / "assets"
+EXAMPLE = "/example.png"
+OPEN_PATHS = ("/health", "/", EXAMPLE)  # these and the page's own files need no key
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": Error, "description": "A field that cannot be served; `param` names it."},
+    401: {"model": Error, "description": "A key is needed."},
+    403: {"model": Error, "description": "The server is not known by that host name."},
+    404: {"model": Error, "description": "Not served here."},
+    408: {"model": Error, "description": "The body stopped coming."},
+    413: {"model": Error, "description": "The body is too large."},
+    429: {"model": Error, "description": "The queue is full; Retry-After says when to come again."},
+    500: {"model": Error, "description": "This request failed."},
+    503: {"model": Error, "description": "The engine or the server has stopped."},
+}
+CLIENT_CLOSED = 499  # nobody reads it; proxies log it so
+
+
+def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAPI:
+    """The application over an engine that nobody else uses."""
+    settings = settings or ServerSettings()
+    host = Host(engine, settings)
+    app = FastAPI(
+        title="foreglance",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=host.lifespan,
+        default_response_class=Json,
+        responses=ERRORS,
+    )
+    app.state.host = host
+    app.include_router(openai_router(host))
+    app.include_router(other_router(host))
+    _answer_errors(app, host)
+    page_files = ["/" + path.relative_to(PAGE).as_posix() for path in PAGE.rglob("*") if path.is_file()]
+
+    @app.get(EXAMPLE, include_in_schema=False)
+    async def example() -> FileResponse:
+        """A picture to try the page with."""
+        return FileResponse(ASSETS / "scene.png")
+
+    app.mount("/", StaticFiles(directory=PAGE, html=True))
+    app.add_middleware(Guard, settings=settings, open_paths=(*OPEN_PATHS, *page_files))
+    if settings.cors_origins:  # outermost, so that a page can read refusals too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+    return app
+
+
+def _answer_errors(app: FastAPI, host: Host) -> None:
+    def answer(error: ApiError) -> Response:
+        host.metrics.refused(error.status)
+        return Json(error.body(), error.status, error.headers)
+
+    @app.exception_handler(ApiError)
+    async def refused(_: Request, error: ApiError) -> Response:
+        return answer(error)
+
+    @app.exception_handler(RequestError)
+    async def cannot_be_served(_: Request, error: RequestError) -> Response:
+        return answer(from_request_error(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return answer(from_validation(error.errors(), error.body, UNSUPPORTED))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> Response:
+        return answer(ApiError(error.status_code, str(error.detail), code="http_error", headers=error.headers))
+
+    @app.exception_handler(ClientGone)
+    async def gone(_: Request, error: ClientGone) -> Response:
+        return Response(status_code=CLIENT_CLOSED)
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, error: Exception) -> Response:
+        log.error("a request broke the server's own code", exc_info=error)
+        return answer(ApiError(500, f"the server failed ({type(error).__name__})", code="server_error"))

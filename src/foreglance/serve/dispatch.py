@@ -1,0 +1,139 @@
+"""From a job to its events: admission, preparation off the loop, and the end of everything when a client leaves.
+
+Lives on the event loop. Pictures are decoded and text is tokenized in one thread of their own, so that neither the loop
+nor the engine's steps wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from foreglance.request import Event, Request
+from foreglance.serve.errors import ApiError
+from foreglance.serve.metrics import Metrics
+from foreglance.serve.openai import Job
+from foreglance.serve.settings import ServerSettings
+from foreglance.serve.worker import Lost, Worker, WorkerStopped
+
+if TYPE_CHECKING:
+    from foreglance.engine import Engine
+    from foreglance.prompt import Rows
+
+Answer = TypeVar("Answer")
+FIRST_GUESS = 2.0  # seconds an answer takes, before one was seen
+
+
+class Opened:
+    """A job that runs. Iterate over `events`, and always `close`."""
+
+    def __init__(self, dispatch: Dispatch, job: Job):
+        self.job = job
+        self._dispatch = dispatch
+        self._index = {request.id: index for index, request in enumerate(job.requests)}
+        self._left = set(self._index)
+        self._arrived: asyncio.Queue[Event | Lost] = asyncio.Queue()
+        self._began = asyncio.get_running_loop().time()
+
+    def deliver(self, item: Event | Lost) -> None:
+        self._arrived.put_nowait(item)
+
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+        """(index of the request, event) until all have ended. Raises `ApiError` if one cannot go on."""
+        while self._left:
+            item = await self._arrived.get()
+            if isinstance(item, Lost):
+                raise ApiError(503, item.reason, code="engine_stopped")
+            if item.result is not None:
+                self._left.discard(item.request_id)
+                self._dispatch.metrics.ended(item.result)
+                if item.result.finish_reason == "error":
+                    raise ApiError(500, f"the request failed: {item.result.error}", code="engine_error")
+            yield self._index[item.request_id], item
+
+    def close(self) -> None:
+        """Cancel what still runs and make room."""
+        if self._index:
+            self._dispatch.closed(self._left, len(self._index), asyncio.get_running_loop().time() - self._began)
+            self._index = {}
+
+
+@dataclass
+class Load:
+    """How much is open, and how long an answer takes (a moving mean in seconds)."""
+
+    open: int = 0
+    seconds: float = FIRST_GUESS
+
+
+class Dispatch:
+    def __init__(self, engine: Engine, worker: Worker, settings: ServerSettings, metrics: Metrics):
+        self.metrics = metrics
+        self._engine, self._worker, self._settings = engine, worker, settings
+        self._slots = engine.settings.slots
+        self._load = Load()
+        self._stopping = False
+        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="prepare")
+
+    async def open(self, job: Job) -> Opened:
+        """Queue a job's requests. Raises `ApiError` or `RequestError` before any of them runs."""
+        opened = Opened(self, job)
+        self._admit(len(job.requests))
+        try:
+            prepared = await self.prepare(job.requests, job.n)
+            await asyncio.wrap_future(self._worker.submit(prepared, opened.deliver))
+        except WorkerStopped as error:
+            opened.close()
+            raise ApiError(503, str(error), code="engine_stopped") from None
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    async def prepare(self, requests: Sequence[Request], n: int = 1) -> list[tuple[Request, Rows]]:
+        """Rows of each prompt; `n` requests in a row share one."""
+        rows = [await self.off_loop(partial(self._engine.prepare, request)) for request in requests[::n]]
+        return [(request, rows[index // n]) for index, request in enumerate(requests)]
+
+    async def off_loop(self, work: Callable[[], Answer]) -> Answer:
+        """Do something with text or pictures in the one thread for that."""
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
+
+    def closed(self, running: set[str], count: int, seconds: float) -> None:
+        self._load.open -= count
+        if running:
+            self._worker.cancel(running)
+            for _ in running:
+                self.metrics.lost()
+        else:
+            self._load.seconds += (seconds - self._load.seconds) / 8
+
+    def stop_taking(self) -> None:
+        """Refuse new requests: the server is told to stop."""
+        self._stopping = True
+
+    def lose_all(self, reason: str) -> None:
+        self._worker.lose_all(reason)
+
+    def shutdown(self) -> None:
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+
+    def _admit(self, count: int) -> None:
+        if self._stopping:
+            raise ApiError(503, "the server is stopping", code="stopping", headers={"Retry-After": "5"})
+        room = self._slots + self._settings.queue
+        if self._load.open + count > room:
+            wait = max(1, min(60, math.ceil(self._load.seconds * self._load.open / self._slots / 2)))
+            raise ApiError(
+                429,
+                f"{self._load.open} requests are open and the queue holds {self._settings.queue} beyond the "
+                f"{self._slots} slots; try again in about {wait} s",
+                code="queue_full",
+                headers={"Retry-After": str(wait)},
+            )
+        self._load.open += count

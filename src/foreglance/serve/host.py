@@ -1,0 +1,92 @@
+"""What the routes share: the engine's worker, the dispatch, and the way from a body to its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from foreglance.request import RequestError
+from foreglance.serve.dispatch import Dispatch
+from foreglance.serve.errors import ApiError, from_request_error
+from foreglance.serve.metrics import Metrics
+from foreglance.serve.openai import Job, Surroundings, check_model, remote_urls
+from foreglance.serve.settings import ServerSettings
+from foreglance.serve.stream import EventStream, Json, while_connected, whole_answer
+from foreglance.serve.worker import Worker
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from foreglance.engine import Engine
+
+MakeJob = Callable[[Any, Surroundings], Job]
+
+
+class Host:
+    """One engine and who talks to it. `worker` and `dispatch` exist while the application runs."""
+
+    worker: Worker
+    dispatch: Dispatch
+
+    def __init__(self, engine: Engine, settings: ServerSettings):
+        self.engine, self.settings = engine, settings
+        self.model = engine.target.spec.name
+        self.names = (self.model, *settings.aliases)
+        self.metrics = Metrics(self.model, lambda: engine.num_running, lambda: engine.num_waiting)
+        self.started = int(time.time())
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        self.worker = Worker(self.engine, asyncio.get_running_loop().call_soon_threadsafe)
+        self.dispatch = Dispatch(self.engine, self.worker, self.settings, self.metrics)
+        self.worker.start()
+        try:
+            yield
+        finally:
+            self.dispatch.shutdown()
+            await asyncio.to_thread(self.worker.stop)
+
+    async def answer(self, http: HttpRequest, body: Any, make_job: MakeJob, names: Mapping[str, str]) -> Response:
+        """A body's answer, streamed or whole. `names` are the endpoint's names for fields of `request`."""
+        check_model(body.model, self.names)
+        try:
+            job = make_job(body, await self.surroundings(body))
+            if not job.stream:
+                return Json(await whole_answer(http.receive, self.dispatch.open(job)))
+            return EventStream(await while_connected(http.receive, self.dispatch.open(job)))
+        except RequestError as error:
+            raise from_request_error(error, names) from None
+
+    async def surroundings(self, body: Any) -> Surroundings:
+        return Surroundings(
+            model=body.model or self.model,
+            speculation=self.settings.speculation,
+            context=self.engine.context,
+            choices=self.settings.choices,
+            seed=secrets.randbits(63),
+            now=int(time.time()),
+            id=uuid.uuid4().hex,
+            piece=self.engine.piece,
+            images=await self._fetched(list(remote_urls(body))),
+        )
+
+    async def _fetched(self, wanted: list[tuple[str, str]]) -> dict[str, bytes]:
+        """The bytes behind the remote images of a body: (path of the field, address) each."""
+        if wanted and not self.settings.remote_images:
+            path = wanted[0][0]
+            raise ApiError(
+                400,
+                f"{path}: remote images are not fetched by this server; send a data URL, or start it with "
+                "--allow-remote-images",
+                param=path,
+                code="remote_images_off",
+            )
+        return {}

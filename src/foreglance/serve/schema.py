@@ -1,0 +1,147 @@
+"""The bodies of requests, as pydantic models: what is known, of which type. Pure.
+
+A field that is not here is refused, so nothing is accepted and ignored; a field that is null counts as absent. Ranges
+are checked where the values live, in `request`. `UNSUPPORTED` says what to do instead of fields of OpenAI's that have
+no meaning here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from foreglance.request import DRAFT_KINDS, IMAGE_POLICIES, MAX_DEPTH, MAX_LOGPROBS
+
+POLICIES = tuple(policy for policy in IMAGE_POLICIES if policy != "gap")  # a hole is for measurements only
+MAX_STOPS = 16
+NO_STORE = "nothing is stored here"
+NO_AUDIO = "there is no audio"
+LEAVE_OUT = "leave it out"
+
+UNSUPPORTED = {
+    **dict.fromkeys(("audio", "modalities"), NO_AUDIO),
+    **dict.fromkeys(("metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), NO_STORE),
+    **dict.fromkeys(("service_tier", "verbosity", "prediction", "web_search_options", "moderation"), LEAVE_OUT),
+    **dict.fromkeys(("functions", "function_call"), "use tools and tool_choice"),
+    **dict.fromkeys(("best_of", "suffix", "echo"), LEAVE_OUT),
+    **dict.fromkeys(("background", "conversation", "previous_response_id", "context_management"), NO_STORE),
+    **dict.fromkeys(("max_tool_calls", "prompt", "include"), LEAVE_OUT),
+    "n_predict": "use max_tokens",
+    "repeat_penalty": "use repetition_penalty",
+    "cache_prompt": "a finished conversation is always reused",
+    "id_slot": "any free slot is used",
+}
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """OpenAI's shape of an error."""
+
+    error: ErrorDetail
+
+
+class Speculative(Body):
+    """Who guesses ahead. Never changes a token; `depth` 0 is drafts off."""
+
+    draft: Literal[DRAFT_KINDS] | None = None
+    depth: Annotated[int, Field(ge=0, le=MAX_DEPTH)] | Literal["auto"] | None = None
+    images: Literal[POLICIES] | None = Field(None, description="What a draft gets for an image row.")
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class SamplingBody(Body):
+    """What chat and plain completions share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = Field(None, description="0 is greedy; default 1.")
+    top_p: float | None = None
+    top_k: int | None = Field(None, description="0 is off.")
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="Token ids to what is added to their logits.")
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(None, description="Default: drawn at random.")
+    stop: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculative: Speculative | None = None
+    return_tokens: bool | None = Field(None, description="Give token ids, texts and draft depths; only with n = 1.")
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(Body):
+    url: str = Field(description="A data URL; http(s) only if the server fetches remote images.")
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+Content = str | list[Part]
+
+
+class SystemMessage(Body):
+    role: Literal["system", "developer"]
+    content: str | list[TextPart]
+
+
+class UserMessage(Body):
+    role: Literal["user"]
+    content: Content
+
+
+class AssistantMessage(Body):
+    role: Literal["assistant"]
+    content: str | list[TextPart]
+
+
+ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage, Field(discriminator="role")]
+
+
+class ChatBody(SamplingBody):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    store: Literal[False] | None = None
+
+
+class CompletionBody(SamplingBody):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class TokenizeBody(Body):
+    content: str
+    add_special: bool | None = Field(None, description="Also the tokens that are put around any text.")
+    with_pieces: bool | None = Field(None, description="Also the text of each token.")
+
+
+class DetokenizeBody(Body):
+    tokens: list[Annotated[int, Field(ge=0)]]
