@@ -19,7 +19,7 @@ from foreglance.serve.errors import ApiError, from_request_error, from_validatio
 from foreglance.serve.guard import Guard
 from foreglance.serve.host import Host
 from foreglance.serve.routes import openai_router, other_router
-from foreglance.serve.schema import UNSUPPORTED, Error
+from foreglance.serve.schema import UNSUPPORTED, Error, known_fields
 from foreglance.serve.settings import ServerSettings
 from foreglance.serve.stream import ClientGone, Json
 
@@ -96,7 +96,7 @@ def _answer_errors(app: FastAPI, host: Host) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return answer(from_validation(error.errors(), error.body, UNSUPPORTED))
+        return answer(from_validation(error.errors(), error.body, known_fields(), UNSUPPORTED))
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:

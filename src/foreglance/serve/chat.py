@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from foreglance.detokenize import REPLACEMENT
 from foreglance.request import Event, Request, Result, Token
 from foreglance.serve.errors import ApiError, refused
 from foreglance.serve.openai import (
@@ -11,7 +13,7 @@ from foreglance.serve.openai import (
     Json,
     Surroundings,
     check_together,
-    messages_of,
+    message_of,
     num_choices,
     requests_of,
     sampling_of,
@@ -33,7 +35,7 @@ def request_of(body: ChatBody, around: Surroundings) -> Request:
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return Request(
-        messages_of(body, around.images),
+        tuple(message_of(message, f"messages[{i}]", around.images) for i, message in enumerate(body.messages)),
         sampling_of(body, around, max_tokens, logprobs),
         speculation_of(body.speculative, around.speculation),
     )
@@ -129,18 +131,21 @@ class ChatReply:
             chunk["usage"] = None
         return chunk | (step_of(event) if self._tokens and event is not None else {})
 
-    def _logprobs_of(self, tokens) -> Json | None:
+    def _logprobs_of(self, tokens: Sequence[Token]) -> Json | None:
         if not self._logprobs:
             return None
-        return {"content": [self._logprob(token) for token in tokens], "refusal": None}
+        return {"content": [logprob_of(token, self._around.piece) for token in tokens], "refusal": None}
 
-    def _logprob(self, token: Token) -> Json:
-        top = [self._entry(id, logprob) for id, logprob in token.top_logprobs]
-        return self._entry(token.id, token.logprob) | {"top_logprobs": top}
 
-    def _entry(self, token: int, logprob: float) -> Json:
-        text = self._around.piece(token)
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+def logprob_of(token: Token, piece: Callable[[int], str]) -> Json:
+    top = [_logprob(id, value, piece) for id, value in token.top_logprobs]
+    return _logprob(token.id, token.logprob, piece) | {"top_logprobs": top}
+
+
+def _logprob(token: int, value: float | None, piece: Callable[[int], str]) -> Json:
+    """Part of a character has no text; its `bytes` are null."""
+    text = piece(token)
+    return {"token": text, "logprob": value, "bytes": None if REPLACEMENT in text else list(text.encode())}
 
 
 def step_of(event: Event) -> Json:
@@ -148,6 +153,6 @@ def step_of(event: Event) -> Json:
     return {"tokens": token_list(event.tokens), "drafted": event.drafted}
 
 
-def token_list(tokens) -> list[Json]:
+def token_list(tokens: Sequence[Token]) -> list[Json]:
     """What `return_tokens` asks for: depth 0 is the target's own pick, d >= 1 an accepted draft at depth d."""
     return [{"id": token.id, "text": token.text, "depth": token.depth} for token in tokens]

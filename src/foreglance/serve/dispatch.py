@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -30,13 +30,14 @@ FIRST_GUESS = 2.0  # seconds an answer takes, before one was seen
 
 
 class Opened:
-    """A job that runs. Iterate over `events`, and always `close`."""
+    """A job on its way. Iterate over `events` once it runs, and always `close`."""
 
     def __init__(self, dispatch: Dispatch, job: Job):
         self.job = job
         self._dispatch = dispatch
         self._index = {request.id: index for index, request in enumerate(job.requests)}
         self._left = set(self._index)
+        self.runs = False
         self._arrived: asyncio.Queue[Event | Lost] = asyncio.Queue()
         self._began = asyncio.get_running_loop().time()
 
@@ -58,9 +59,14 @@ class Opened:
 
     def close(self) -> None:
         """Cancel what still runs and make room."""
-        if self._index:
-            self._dispatch.closed(self._left, len(self._index), asyncio.get_running_loop().time() - self._began)
-            self._index = {}
+        count, self._index = len(self._index), {}
+        if not count:
+            return
+        self._dispatch.release(count, self._left)
+        if self.runs and self._left:
+            self._dispatch.metrics.lost(len(self._left))
+        elif self.runs:
+            self._dispatch.took(asyncio.get_running_loop().time() - self._began)
 
 
 @dataclass
@@ -87,6 +93,7 @@ class Dispatch:
         try:
             prepared = await self.prepare(job.requests, job.n)
             await asyncio.wrap_future(self._worker.submit(prepared, opened.deliver))
+            opened.runs = True
         except WorkerStopped as error:
             opened.close()
             raise ApiError(503, str(error), code="engine_stopped") from None
@@ -104,14 +111,14 @@ class Dispatch:
         """Do something with text or pictures in the one thread for that."""
         return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
 
-    def closed(self, running: set[str], count: int, seconds: float) -> None:
+    def release(self, count: int, left: Collection[str]) -> None:
+        """Room for `count` more; what is left of them is cancelled, also if it is only on its way into the engine."""
         self._load.open -= count
-        if running:
-            self._worker.cancel(running)
-            for _ in running:
-                self.metrics.lost()
-        else:
-            self._load.seconds += (seconds - self._load.seconds) / 8
+        if left:
+            self._worker.cancel(left)
+
+    def took(self, seconds: float) -> None:
+        self._load.seconds += (seconds - self._load.seconds) / 8
 
     def stop_taking(self) -> None:
         """Refuse new requests: the server is told to stop."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -15,6 +15,29 @@ WIRE_NAMES = {
     "draft_images": "speculative.images",
     "image": "messages",
     "template_options": "chat_template_kwargs",
+}
+
+
+# What pydantic's kinds of errors are called here.
+WORDS = {
+    "string_type": "must be a string",
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "too_short": "must hold at least {min_length} item(s)",
+    "too_long": "must hold at most {max_length} item(s)",
+    "string_too_short": "must not be empty",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+    "literal_error": "must be {expected}",
+    "finite_number": "must be a finite number",
+    "string_unicode": "must be valid Unicode",
+    "union_tag_invalid": "must be one of {expected_tags}",
 }
 
 
@@ -58,8 +81,11 @@ def from_request_error(error: RequestError, names: Mapping[str, str] | None = No
     return ApiError(400, message, param=param, code=error.code)
 
 
-def from_validation(errors: Sequence[Mapping[str, Any]], body: Any, unsupported: Mapping[str, str]) -> ApiError:
-    """The most specific of pydantic's errors. `unsupported` are fields of OpenAI's that are known and not served."""
+def from_validation(
+    errors: Sequence[Mapping[str, Any]], body: Any, known: Collection[str], unsupported: Mapping[str, str]
+) -> ApiError:
+    """The most specific of pydantic's errors. `known` are the fields of all bodies, `unsupported` those that OpenAI has
+    and that are not served, with what to do instead."""
     if errors and errors[0]["type"] == "json_invalid":
         return refused(None, f"the body is no JSON: {errors[0]['ctx']['error']}", "invalid_json")
     if not isinstance(body, Mapping):
@@ -68,22 +94,26 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any, unsupported:
     path, error = max(placed, key=lambda one: len(one[0]))
     name = path_name(path)
     if error["type"] == "extra_forbidden":
-        return _unknown(name, path, error, unsupported)
-    if error["type"] == "missing":
+        return _unknown(name, str(path[-1]), known, unsupported)
+    if error["type"].startswith("union_tag"):
+        name = path_name((*path, error["ctx"]["discriminator"].strip("'")))
+    if error["type"] in ("missing", "union_tag_not_found"):
         return refused(name, "is required", "missing_required_parameter")
     same = dict.fromkeys(_sentence(one) for at, one in placed if at == path)
     return refused(name, ", or ".join(same))
 
 
-def _unknown(name: str, path: Sequence[Any], error: Mapping[str, Any], unsupported: Mapping[str, str]) -> ApiError:
+def _unknown(name: str, last: str, known: Collection[str], unsupported: Mapping[str, str]) -> ApiError:
     if name in unsupported:
         return refused(name, f"is not supported by this server; {unsupported[name]}", "unsupported_parameter")
-    known = error.get("ctx", {}).get("fields", ())
-    close = get_close_matches(str(path[-1]), known, 1)
+    close = get_close_matches(last, known, 1)
     return refused(name, "is not known here" + (f"; did you mean {close[0]}?" if close else ""), "unknown_parameter")
 
 
 def _sentence(error: Mapping[str, Any]) -> str:
+    words = WORDS.get(error["type"])
+    if words is not None:
+        return words.format(**error.get("ctx", {})).replace("must be False", "must be false")
     message = error["msg"].removeprefix("Value error, ")
     return message[:1].lower() + message[1:]
 

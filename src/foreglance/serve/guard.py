@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -39,6 +40,7 @@ class Guard:
         try:
             headers = Headers(scope=scope)
             self._check_host(headers)
+            self._check_origin(scope, headers)
             self._check_key(scope, headers)
             limited = self._limited(headers, receive)
         except ApiError as error:
@@ -49,6 +51,14 @@ class Guard:
         hosts = self._settings.hosts
         if hosts and host_name(headers.get("host", "")) not in hosts:
             raise ApiError(403, "this server is not known by that name; see --allow-host", code="host_refused")
+
+    def _check_origin(self, scope: Scope, headers: Headers) -> None:
+        """A web page of another origin changes nothing here, not even by a request that needs no preflight."""
+        origin, allowed = headers.get("origin"), self._settings.cors_origins
+        if origin is None or scope["method"] in ("GET", "HEAD") or "*" in allowed or origin in allowed:
+            return
+        if urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+            raise ApiError(403, f"pages of {origin} may not ask here; see --cors-origin", code="origin_refused")
 
     def _check_key(self, scope: Scope, headers: Headers) -> None:
         if not self._settings.api_keys or scope["path"] in self._open_paths:

@@ -6,8 +6,9 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request as HttpRequest
@@ -15,9 +16,10 @@ from starlette.responses import Response
 
 from foreglance.request import RequestError
 from foreglance.serve.dispatch import Dispatch
-from foreglance.serve.errors import ApiError, from_request_error
+from foreglance.serve.errors import ApiError, from_request_error, refused
 from foreglance.serve.metrics import Metrics
 from foreglance.serve.openai import Job, Surroundings, check_model, remote_urls
+from foreglance.serve.remote import Remote
 from foreglance.serve.settings import ServerSettings
 from foreglance.serve.stream import EventStream, Json, while_connected, whole_answer
 from foreglance.serve.worker import Worker
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from foreglance.engine import Engine
 
+Messages = tuple[str, Sequence[Any]]
 MakeJob = Callable[[Any, Surroundings], Job]
 
 
@@ -41,6 +44,7 @@ class Host:
         self.model = engine.target.spec.name
         self.names = (self.model, *settings.aliases)
         self.metrics = Metrics(self.model, lambda: engine.num_running, lambda: engine.num_waiting)
+        self.remote = Remote(settings.max_body)
         self.started = int(time.time())
 
     @asynccontextmanager
@@ -54,20 +58,23 @@ class Host:
             self.dispatch.shutdown()
             await asyncio.to_thread(self.worker.stop)
 
-    async def answer(self, http: HttpRequest, body: Any, make_job: MakeJob, names: Mapping[str, str]) -> Response:
-        """A body's answer, streamed or whole. `names` are the endpoint's names for fields of `request`."""
+    async def answer(
+        self, http: HttpRequest, body: Any, make_job: MakeJob, names: Mapping[str, str], messages: Messages = ("", ())
+    ) -> Response:
+        """A body's answer, streamed or whole. `names` are the endpoint's names for fields of `request`;
+        `messages` are where pictures may be, with the name of their field."""
         check_model(body.model, self.names)
         try:
-            job = make_job(body, await self.surroundings(body))
+            job = make_job(body, await self.surroundings(body.model, messages))
             if not job.stream:
-                return Json(await whole_answer(http.receive, self.dispatch.open(job)))
+                return Json(await whole_answer(http.receive, partial(self.dispatch.open, job)))
             return EventStream(await while_connected(http.receive, self.dispatch.open(job)))
         except RequestError as error:
             raise from_request_error(error, names) from None
 
-    async def surroundings(self, body: Any) -> Surroundings:
+    async def surroundings(self, model: str | None, messages: Messages) -> Surroundings:
         return Surroundings(
-            model=body.model or self.model,
+            model=model or self.model,
             speculation=self.settings.speculation,
             context=self.engine.context,
             choices=self.settings.choices,
@@ -75,12 +82,14 @@ class Host:
             now=int(time.time()),
             id=uuid.uuid4().hex,
             piece=self.engine.piece,
-            images=await self._fetched(list(remote_urls(body))),
+            images=await self._fetched(list(remote_urls(*messages))),
         )
 
     async def _fetched(self, wanted: list[tuple[str, str]]) -> dict[str, bytes]:
         """The bytes behind the remote images of a body: (path of the field, address) each."""
-        if wanted and not self.settings.remote_images:
+        if not wanted:
+            return {}
+        if not self.settings.remote_images:
             path = wanted[0][0]
             raise ApiError(
                 400,
@@ -89,4 +98,8 @@ class Host:
                 param=path,
                 code="remote_images_off",
             )
-        return {}
+        if len(wanted) > self.engine.settings.max_images:
+            raise refused(
+                wanted[0][0], f"at most {self.engine.settings.max_images} images are taken", "too_many_images"
+            )
+        return await self.remote.fetch(wanted)

@@ -61,9 +61,9 @@ class Metrics:
         if t.tokens_per_second:
             self._between.observe(1 / t.tokens_per_second)
 
-    def lost(self) -> None:
-        """An answer ended without a result: its client left, or the engine stopped."""
-        self._answers.labels("lost").inc()
+    def lost(self, count: int) -> None:
+        """Answers ended without a result: their client left, or the engine stopped."""
+        self._answers.labels("lost").inc(count)
 
     def refused(self, status: int) -> None:
         self._refusals.labels(status).inc()

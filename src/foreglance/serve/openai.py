@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from foreglance.request import Event, Image, Message, Request, Result, SamplingParams, Speculation, Text
 from foreglance.serve.errors import ApiError, refused
-from foreglance.serve.schema import ChatBody, CompletionBody, ImagePart, ImageUrl, SamplingBody, Speculative
+from foreglance.serve.schema import ChoicesBody, ImagePart, InputImage, SamplingBody, Speculative
 
 DATA_URL = re.compile(r"data:(?P<kind>[^;,]*)(?P<options>(;[^;,]*)*),", re.ASCII)
 Json = dict[str, Any]
@@ -94,14 +94,14 @@ def choice_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{index}".encode()).digest()[:8], "little")
 
 
-def num_choices(body: SamplingBody, around: Surroundings) -> int:
+def num_choices(body: ChoicesBody, around: Surroundings) -> int:
     n = 1 if body.n is None else body.n
     if n > around.choices:
         raise refused("n", f"at most {around.choices} choices are made here, got {n}")
     return n
 
 
-def check_together(body: SamplingBody) -> None:
+def check_together(body: ChoicesBody) -> None:
     """Fields that have a meaning only beside others."""
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options", "has no meaning without stream: true")
@@ -161,41 +161,43 @@ def speculation_of(body: Speculative | None, default: Speculation) -> Speculatio
 # Messages
 
 
-def messages_of(body: ChatBody, images: Mapping[str, bytes]) -> tuple[Message, ...]:
-    return tuple(_message(message, f"messages[{i}].content", images) for i, message in enumerate(body.messages))
-
-
-def _message(message: Any, path: str, images: Mapping[str, bytes]) -> Message:
+def message_of(message: Any, path: str, images: Mapping[str, bytes]) -> Message:
     role = "system" if message.role == "developer" else message.role
-    return Message(role, content_parts(message.content, path, images))
+    return Message(role, content_parts(message.content, f"{path}.content", images))
 
 
 def content_parts(content: Any, path: str, images: Mapping[str, bytes]) -> tuple[Text | Image, ...]:
     if isinstance(content, str):
         return (Text(content),)
-    return tuple(
-        Image(image_bytes(part.image_url, f"{path}[{i}].image_url.url", images))
-        if isinstance(part, ImagePart)
-        else Text(part.text)
-        for i, part in enumerate(content)
-    )
+    return tuple(_part(part, f"{path}[{i}]", images) for i, part in enumerate(content))
 
 
-def image_bytes(image: ImageUrl, path: str, images: Mapping[str, bytes]) -> bytes:
-    """The encoded picture that an address holds or that was fetched from it."""
-    return images[image.url] if is_remote(image.url) else data_url_bytes(image.url, path)
+def _part(part: Any, path: str, images: Mapping[str, bytes]) -> Text | Image:
+    address = image_address(part, path)
+    if address is None:
+        return Text(part.text)
+    field, url = address
+    return Image(images[url] if is_remote(url) else data_url_bytes(url, field))
+
+
+def image_address(part: Any, path: str) -> tuple[str, str] | None:
+    """(path of the field, address) of a part that is an image."""
+    if isinstance(part, ImagePart):
+        return f"{path}.image_url.url", part.image_url.url
+    return (f"{path}.image_url", part.image_url) if isinstance(part, InputImage) else None
 
 
 def is_remote(url: str) -> bool:
     return url[:8].lower().startswith(("http://", "https://"))
 
 
-def remote_urls(body: ChatBody | CompletionBody) -> Iterator[tuple[str, str]]:
-    """(path of the field, address) of each image that must be fetched."""
-    for i, message in enumerate(body.messages if isinstance(body, ChatBody) else ()):
+def remote_urls(name: str, messages: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """(path of the field, address) of each image that must be fetched for the messages in field `name`."""
+    for i, message in enumerate(messages):
         for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if isinstance(part, ImagePart) and is_remote(part.image_url.url):
-                yield f"messages[{i}].content[{j}].image_url.url", part.image_url.url
+            address = image_address(part, f"{name}[{i}].content[{j}]")
+            if address is not None and is_remote(address[1]):
+                yield address
 
 
 def data_url_bytes(url: str, path: str) -> bytes:

@@ -14,7 +14,9 @@ from foreglance.serve.explain import describe
 from foreglance.serve.host import Host
 from foreglance.serve.openai import Json as JsonObject
 from foreglance.serve.openai import check_model
-from foreglance.serve.schema import POLICIES, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from foreglance.serve.responses import FIELD_NAMES as RESPONSE_NAMES
+from foreglance.serve.responses import response_job
+from foreglance.serve.schema import POLICIES, ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
 from foreglance.serve.stream import while_connected
 
 
@@ -33,11 +35,16 @@ def openai_router(host: Host) -> APIRouter:
 
     @router.post("/chat/completions")
     async def chat_completions(http: Request, body: ChatBody) -> Response:
-        return await host.answer(http, body, chat_job, {})
+        return await host.answer(http, body, chat_job, {}, ("messages", body.messages))
 
     @router.post("/completions")
     async def completions(http: Request, body: CompletionBody) -> Response:
         return await host.answer(http, body, completion_job, {"messages": "prompt"})
+
+    @router.post("/responses")
+    async def responses(http: Request, body: ResponseBody) -> Response:
+        turns = body.input if isinstance(body.input, list) else ()
+        return await host.answer(http, body, response_job, RESPONSE_NAMES, ("input", turns))
 
     return router
 
@@ -90,7 +97,7 @@ def other_router(host: Host) -> APIRouter:
     async def explain(http: Request, body: ChatBody) -> JsonObject:
         """The rows of target and draft for a chat completion's prompt, and a picture of them (`svg`)."""
         check_model(body.model, host.names)
-        request = request_of(body, await host.surroundings(body))
+        request = request_of(body, await host.surroundings(body.model, ("messages", body.messages)))
         return await while_connected(
             http.receive, host.dispatch.off_loop(lambda: describe(engine, engine.prepare(request)))
         )

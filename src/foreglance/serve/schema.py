@@ -7,6 +7,7 @@ no meaning here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,7 +22,7 @@ LEAVE_OUT = "leave it out"
 
 UNSUPPORTED = {
     **dict.fromkeys(("audio", "modalities"), NO_AUDIO),
-    **dict.fromkeys(("metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), NO_STORE),
+    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), NO_STORE),
     **dict.fromkeys(("service_tier", "verbosity", "prediction", "web_search_options", "moderation"), LEAVE_OUT),
     **dict.fromkeys(("functions", "function_call"), "use tools and tool_choice"),
     **dict.fromkeys(("best_of", "suffix", "echo"), LEAVE_OUT),
@@ -36,6 +37,17 @@ UNSUPPORTED = {
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def known_fields() -> frozenset[str]:
+    """The names of all fields, for telling what a misspelt one may have meant."""
+    return frozenset(name for body in _bodies(Body) for name in body.model_fields)
+
+
+def _bodies(parent: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for child in parent.__subclasses__():
+        yield child
+        yield from _bodies(child)
 
 
 class ErrorDetail(BaseModel):
@@ -65,10 +77,9 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """What chat and plain completions share."""
+    """What all endpoints that generate share."""
 
     model: str | None = None
-    max_tokens: int | None = None
     temperature: float | None = Field(None, description="0 is greedy; default 1.")
     top_p: float | None = None
     top_k: int | None = Field(None, description="0 is off.")
@@ -80,10 +91,16 @@ class SamplingBody(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(None, description="Default: drawn at random.")
     stop: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     speculative: Speculative | None = None
+
+
+class ChoicesBody(SamplingBody):
+    """What chat and plain completions share."""
+
+    max_tokens: int | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream_options: StreamOptions | None = None
     return_tokens: bool | None = Field(None, description="Give token ids, texts and draft depths; only with n = 1.")
 
 
@@ -124,7 +141,7 @@ class AssistantMessage(Body):
 ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage, Field(discriminator="role")]
 
 
-class ChatBody(SamplingBody):
+class ChatBody(ChoicesBody):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -132,9 +149,61 @@ class ChatBody(SamplingBody):
     store: Literal[False] | None = None
 
 
-class CompletionBody(SamplingBody):
+class CompletionBody(ChoicesBody):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class InputText(Body):
+    type: Literal["input_text"]
+    text: str
+
+
+class InputImage(Body):
+    type: Literal["input_image"]
+    image_url: str = Field(description="A data URL; http(s) only if the server fetches remote images.")
+    detail: Literal["auto"] | None = None
+
+
+class OutputText(Body):
+    """A piece of an earlier answer, as it was given; annotations and log-probabilities are not read."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[dict] | None = None
+    logprobs: list[dict] | None = None
+
+
+InputPart = Annotated[InputText | InputImage | OutputText, Field(discriminator="type")]
+
+
+class InputMessage(Body):
+    """A turn. `id` and `status` are there when an earlier answer is handed back as it was given."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputPart]
+    id: str | None = None
+    status: str | None = None
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+
+
+class ResponseBody(SamplingBody):
+    input: str | Annotated[list[InputMessage], Field(min_length=1)]
+    instructions: str | None = Field(None, description="A system message in front of the input.")
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = Field(None, description="Given back with the answer.")
+    store: Literal[False] | None = None
+    text: TextOptions | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncation: Literal["disabled"] | None = None
 
 
 class TokenizeBody(Body):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -41,11 +41,11 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def whole_answer(receive: Receive, opening: Awaitable[Opened]) -> JsonObject:
+async def whole_answer(receive: Receive, open_job: Callable[[], Awaitable[Opened]]) -> JsonObject:
     """Run a job to its end."""
 
     async def work() -> JsonObject:
-        opened = await opening
+        opened = await open_job()
         reply = opened.job.reply
         try:
             reply.start()
