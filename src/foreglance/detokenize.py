@@ -8,6 +8,12 @@ Decode = Callable[[Sequence[int]], str]
 REPLACEMENT = "\ufffd"
 
 
+def overlap(text: str, word: str) -> int:
+    """Length of the longest proper beginning of `word` that `text` ends with."""
+    longest = min(len(word) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(word[:n])), 0)
+
+
 class Detokenizer:
     """Turns tokens into text deltas whose concatenation equals decoding all tokens at once.
 

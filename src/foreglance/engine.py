@@ -23,9 +23,10 @@ from foreglance.cache.prefix import Hit, Point, PrefixCache, Stored
 from foreglance.cache.store import CacheStore
 from foreglance.drafters.base import Drafter, Settled
 from foreglance.drafters.load import DrafterFactory, Surroundings, load_second, make_drafters
+from foreglance.grammar import Guide
 from foreglance.images import open_pictures
 from foreglance.models.base import Caches, Target
-from foreglance.models.registry import load_model
+from foreglance.models.registry import load_model, prompter_of
 from foreglance.models.vision import EmbeddingCache
 from foreglance.ops.base import Ops
 from foreglance.ops.numerics import SelfTest
@@ -123,7 +124,7 @@ class Engine:
         settings = settings or Settings()
         loaded = load_model(model, settings, instrument)
         target = loaded.target
-        prompter = Prompter(loaded.tokenizer, target.spec.image_token, target.spec.rule, target.prepare)
+        prompter = prompter_of(loaded, settings)
         second = None if draft_model is None else load_second(draft_model, settings, loaded, instrument)
         engine = cls(target, prompter, settings, loaded.self_test, second)
         if settings.try_drafts:
@@ -178,7 +179,13 @@ class Engine:
         pictures = open_pictures(request.messages, self.settings.max_images, self.settings.max_pixels)
         if pictures and self.target.spec.image_token < 0:
             raise RequestError(f"{self.target.spec.name} takes no images", param="image", code="images_unsupported")
-        return self._prompter.rows(request.messages, pictures)
+        rows = self._prompter.rows_of(request, pictures)
+        self._guide(request, rows)  # so that what cannot be compiled is refused here, and is at hand later
+        return rows
+
+    def _guide(self, request: Request, rows: Rows) -> Guide | None:
+        spec = self.target.spec
+        return self._prompter.guide(request, rows.reasoning, spec.vocab_size, spec.eos)
 
     def _known_tokens(self, prompt: str | Many[int]) -> str | Many[int]:
         size = self.target.spec.vocab_size
@@ -218,7 +225,9 @@ class Engine:
             raise RequestError(f"a request of id {request.id} is in the engine", param="id", code="duplicate_id")
         drafter, report = self._drafter_for(request)
         spec = self.target.spec
-        sequence = Sequence(next(self._ids), request, rows, spec.rule, spec.eos, self._prompter.decode, self.context)
+        decode = self._prompter.decode_markup if request.sampling.markup else self._prompter.decode
+        guide = self._guide(request, rows)
+        sequence = Sequence(next(self._ids), request, rows, spec.rule, spec.eos, decode, self.context, guide)
         sequence.report = report
         control = DepthControl(request.speculation.depth, drafter.kind, drafter.max_depth, self._costs)
         self._running[sequence.id] = Running(sequence, drafter, control, [])
@@ -583,7 +592,7 @@ def _pick_rows(sequence: Sequence, drafts: Many[int], logits: np.ndarray) -> Pic
     prompt = sequence.rows.token_ids if params.repetition_penalty != 1 else ()
     for i, row in enumerate(logits):
         history = (*sequence.generated, *drafts[:i])
-        picks.tokens.append(pick(row, params, len(history), prompt, history))
+        picks.tokens.append(pick(row, params, len(history), prompt, history, sequence.allowed(history)))
         if params.logprobs is not None:
             picks.logprobs.append(log_prob(row, picks.tokens[i], params.logprobs))
         if i < len(drafts) and picks.tokens[i] != drafts[i]:

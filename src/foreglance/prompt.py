@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
-import jinja2
 import numpy as np
 
+from foreglance.chat_format import ChatFormat, ReasoningState
+from foreglance.conversation import Templated, render
+from foreglance.grammar import Grammars, Guide, is_bound
 from foreglance.images import Picture
-from foreglance.request import Image, Message, RequestError, Text
+from foreglance.reasoning import ReasoningBudget
+from foreglance.request import Message, Request, RequestError
 
 Coordinates = tuple[int, ...]  # one row's position, an entry per axis
 Grid = tuple[int, int]  # merged height and width of a run of image rows
@@ -202,6 +206,7 @@ class Rows:
     image      int64; index into `images`, -1 for a token row
     offset     int64; which row of its image, counted over all of its runs
     positions  on the family's axes
+    reasoning  where it leaves the model: inside a block of reasoning ("open"), behind any ("done"), or neither ("none")
     """
 
     token_ids: np.ndarray
@@ -209,6 +214,7 @@ class Rows:
     offset: np.ndarray
     positions: Positions
     images: tuple[ImageInput, ...] = ()
+    reasoning: ReasoningState = "done"
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -288,35 +294,70 @@ def make_rows(token_ids: Sequence[int], image_token: int, images: Sequence[Image
     )
 
 
-class Tokenizer(Protocol):
+class Tokenizer(Templated, Protocol):
     """What is used of a transformers tokenizer."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> str: ...
+    @property
+    def all_special_ids(self) -> list[int]: ...
 
 
 @dataclass(frozen=True)
 class Prompter:
-    """Renders conversations of one model to rows. `prepare` is the family's image processor."""
+    """Renders conversations of one model to rows. `prepare` is the family's image processor.
+
+    `format` is how the model writes reasoning and tool calls; `grammars` None: no grammar can be asked for.
+    """
 
     tokenizer: Tokenizer
     image_token: int
     rule: PositionRule
     prepare: Callable[[Picture], ImageInput]
+    format: ChatFormat = field(default_factory=ChatFormat)
+    grammars: Grammars | None = None
 
-    def rows(self, messages: Sequence[Message], pictures: Sequence[Picture]) -> Rows:
-        conversation = [_as_template_message(message) for message in messages]
-        try:
-            text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        except (ValueError, jinja2.TemplateError) as error:
-            raise RequestError(
-                f"the model's chat template does not take this conversation: {error}", param="messages"
-            ) from error
+    def rows(
+        self,
+        messages: Sequence[Message],
+        pictures: Sequence[Picture],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Rows:
+        """Rows of a conversation. Raises `RequestError` for what the chat template does not take."""
+        text = render(self.tokenizer, self.format, messages, tools, options or {})
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return make_rows(token_ids, self.image_token, [self.prepare(picture) for picture in pictures], self.rule)
+        images = [self.prepare(picture) for picture in pictures]
+        return replace(
+            make_rows(token_ids, self.image_token, images, self.rule), reasoning=self.format.state_after(text)
+        )
+
+    def rows_of(self, request: Request, pictures: Sequence[Picture]) -> Rows:
+        """Rows of a request's conversation, tools and options."""
+        tools = () if request.tool_choice == "none" else request.tools
+        return self.rows(request.messages, pictures, tools, request.template_options)
+
+    def guide(self, request: Request, state: ReasoningState, vocab_size: int, eos: frozenset[int]) -> Guide | None:
+        """What the tokens of an answer may be; None: anything. Raises `RequestError` for what cannot be held to."""
+        matcher = None
+        if is_bound(request):
+            if self.grammars is None:
+                raise RequestError("grammar: this engine was made without grammars", param="grammar")
+            matcher = self.grammars.matcher(request, self.format, state)
+        budget = self._budget(request.sampling.reasoning_budget, state)
+        return None if matcher is None and budget is None else Guide(matcher, budget, vocab_size, eos)
+
+    def _budget(self, limit: int | None, state: ReasoningState) -> ReasoningBudget | None:
+        tags = self.format.reasoning
+        if limit is None or state == "done":
+            return None
+        if tags is None:
+            raise RequestError(
+                "reasoning_budget: the chat template of this model marks no reasoning", param="reasoning_budget"
+            )
+        return ReasoningBudget(limit, tags, state, self.encode(tags.end, special=False), self.decode_markup)
 
     def raw_rows(self, prompt: str | Sequence[int]) -> Rows:
         """Rows of text or token ids as they are; text gets the special tokens that the tokenizer puts around any."""
@@ -329,16 +370,17 @@ class Prompter:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
+    def decode_markup(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, with the special tokens that reasoning and tool calls are written with and no others."""
+        dropped = self._dropped
+        return self.tokenizer.decode([i for i in token_ids if i not in dropped], skip_special_tokens=False)
+
+    @cached_property
+    def _dropped(self) -> frozenset[int]:
+        words = set(self.format.words)
+        special = self.tokenizer.all_special_ids
+        return frozenset(i for i in special if self.tokenizer.decode([i], skip_special_tokens=False) not in words)
+
     def piece(self, token_id: int) -> str:
         """The text of one token by itself, special tokens too."""
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
-
-
-def _as_template_message(message: Message) -> dict[str, Any]:
-    """The form that chat templates read: a plain string where there is only text, else typed parts."""
-    if all(isinstance(part, Text) for part in message.parts):
-        return {"role": message.role, "content": "".join(part.text for part in message.parts)}
-    parts = [
-        {"type": "image"} if isinstance(part, Image) else {"type": "text", "text": part.text} for part in message.parts
-    ]
-    return {"role": message.role, "content": parts}

@@ -36,19 +36,27 @@ def gumbel_noise(seed: int, index: int, token_ids: np.ndarray) -> np.ndarray:
 
 
 def pick(
-    logits: np.ndarray, params: SamplingParams, index: int, prompt: Sequence[int], generated: Sequence[int]
+    logits: np.ndarray,
+    params: SamplingParams,
+    index: int,
+    prompt: Sequence[int],
+    generated: Sequence[int],
+    allowed: np.ndarray | None = None,
 ) -> int:
     """logits float32 [vocab] of one row -> token id.
 
     `index` is the number of the token that is picked (0 is the first generated one); `prompt` and `generated` are the
-    history that this row really has, accepted or assumed.
+    history that this row really has, accepted or assumed. `allowed` int64 [m], ascending, are the ids that may be
+    picked, and one of them is; top-k, top-p and min-p count among these.
     """
     scores = process(logits, params, prompt, generated)
+    ids = np.arange(len(scores)) if allowed is None else allowed
+    scores = scores if allowed is None else scores[allowed]
     if params.temperature == 0:
-        return int(scores.argmax())
+        return int(ids[scores.argmax()])
     kept = survivors(scores / params.temperature, params)
-    noise = gumbel_noise(params.seed, index, kept)
-    return int(kept[(scores[kept] + params.temperature * noise).argmax()])
+    noise = gumbel_noise(params.seed, index, ids[kept])
+    return int(ids[kept][(scores[kept] + params.temperature * noise).argmax()])
 
 
 def log_prob(logits: np.ndarray, token: int, num_top: int) -> LogProb:

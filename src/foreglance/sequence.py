@@ -6,13 +6,15 @@ Decides end of text, length and stop strings. Knows no model, no cache internals
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foreglance.detokenize import Decode, Detokenizer
+from foreglance.detokenize import Decode, Detokenizer, overlap
+from foreglance.grammar import Guide
 from foreglance.prompt import Coordinates, PositionRule, Positions, Rows
 from foreglance.request import MAX_DEPTH, DraftReport, Event, FinishReason, LogProb, Request, Result, Timings, Token
 from foreglance.verify import Verdict
@@ -34,7 +36,7 @@ class StopStrings:
         if found:  # the one that is complete first, however the text arrived
             safe, self._held = self._held[: min(found)[1]], ""
             return safe, True
-        keep = max((self._overlap(stop) for stop in self._stops), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
         safe, self._held = self._held[:cut], self._held[cut:]
         return safe, False
@@ -48,11 +50,6 @@ class StopStrings:
         twin = StopStrings(self._stops)
         twin._held = self._held
         return twin
-
-    def _overlap(self, stop: str) -> int:
-        """Length of the longest proper start of `stop` that the held text ends with."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
 
 
 @dataclass
@@ -83,6 +80,7 @@ class Sequence:
     prefilled  prompt rows in the cache
     embeds     image embeddings [rows, width] by image index, once computed
     undrafted  why its drafter has no more guesses for it, in words; None: it has
+    guide      what its tokens may be; None: anything
     """
 
     def __init__(
@@ -94,6 +92,7 @@ class Sequence:
         eos: frozenset[int],
         decode: Decode,
         context: int,
+        guide: Guide | None = None,
     ):
         self.id = id
         self.request = request
@@ -101,6 +100,7 @@ class Sequence:
         self.generated: list[int] = []
         self.draft: tuple[int, ...] = ()
         self.undrafted: str | None = None
+        self.guide = guide
         self.prefilled = 0
         self.embeds: dict[int, Tensor] = {}
         self.counters = Counters()
@@ -193,6 +193,10 @@ class Sequence:
         tail = np.array(self.generated[: max(0, stop - self.num_prompt)], np.int64)
         return np.concatenate([self.rows.identities()[:stop], tail])
 
+    def allowed(self, tokens: Many[int]) -> np.ndarray | None:
+        """Ids of what may follow `tokens`, which begin with the generated ones; None: anything."""
+        return None if self.guide is None else self.guide.allowed(tokens)
+
     def limit(self, verdict: Verdict) -> Verdict:
         """Cut a verdict at the end of text, at a stop string or at the length limit, so that no row behind the end is
         committed: what a finished sequence leaves for reuse must not depend on drafts."""
@@ -226,7 +230,14 @@ class Sequence:
             if self.finish is not None:
                 break
             tokens.append(self._append(token, depth + 1 if depth < verdict.accepted else 0, logprob))
+        self._check_guide()
         return self.event(tuple(tokens), verdict.drafted)
+
+    def _check_guide(self) -> None:
+        """A text that its grammar could not be asked about to the end does not pass for one that follows it."""
+        failure = None if self.guide is None else self.guide.failure(self.generated)
+        if failure is not None:
+            self.finish, self.error = "error", failure
 
     def _append(self, token: int, depth: int, logprob: LogProb | None) -> Token:
         self.generated.append(token)

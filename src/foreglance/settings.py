@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 WeightFormat = Literal["auto", "fp32", "fp16"]
+TOOL_FORMATS = ("xml", "json", "gemma")
+REASONING_FORMATS = ("think", "channel")
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Settings:
     image_cache_bytes memory for image embeddings that may be asked about again
     weights           "fp32", "fp16", or "auto" by memory
     try_drafts        draft a short text at load, to warn at once of a draft that hardly ever guesses right
+    tool_format       how the model writes tool calls: "xml", "json", "gemma", "none", or "auto" by its chat template
+    reasoning_format  how it writes reasoning: "think", "channel", "none", or "auto" by its chat template
     """
 
     context: int | None = None
@@ -32,6 +36,8 @@ class Settings:
     image_cache_bytes: int = 256 << 20
     weights: WeightFormat = "auto"
     try_drafts: bool = True
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("slots", "grid", "max_images", "max_pixels"):
@@ -41,3 +47,8 @@ class Settings:
             raise ValueError(f"settings: context must be at least 2 rows, got {self.context}")
         if self.weights not in ("auto", "fp32", "fp16"):
             raise ValueError(f"settings: weights must be auto, fp32 or fp16, got {self.weights!r}")
+        for name, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
+            if self.__dict__[name] not in ("auto", "none", *known):
+                raise ValueError(
+                    f"settings: {name} must be auto, none, {', '.join(known)}, got {self.__dict__[name]!r}"
+                )

@@ -53,6 +53,8 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(LETTERS[t - 3] for t in token_ids if t >= 3).decode("utf-8", errors="replace")
 
+    all_special_ids = list(SPECIAL.values())
+
     def apply_chat_template(self, conversation, tokenize=False, add_generation_prompt=True) -> str:
         def content(message):
             parts = message["content"]

@@ -10,7 +10,10 @@ import foreglance
 PACKAGE = Path(foreglance.__file__).parent
 LEVELS = (
     {"request", "settings", "stats"},
-    {"images", "prompt", "detokenize", "sampling", "verify"},
+    {"images", "chat_format", "lark", "detokenize", "sampling", "verify"},
+    {"conversation", "reasoning", "tool_grammar"},
+    {"grammar"},
+    {"prompt"},
     {"sequence"},
     {"batch"},
     {"ops", "cache"},
@@ -20,6 +23,7 @@ LEVELS = (
     {"engine"},
     {"bench", "cli", "explain", "rows_svg", "serve"},
 )
+TEXT = ("chat_format", "lark", "conversation", "reasoning", "tool_grammar", "grammar")
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
@@ -71,7 +75,18 @@ def test_every_package_says_what_it_owns():
 
 
 def test_the_words_of_the_interface_need_no_torch():
-    for name in ("request", "settings", "stats", "images", "prompt", "detokenize", "sampling", "verify", "scheduler"):
+    for name in (
+        "request",
+        "settings",
+        "stats",
+        "images",
+        "prompt",
+        "detokenize",
+        "sampling",
+        "verify",
+        "scheduler",
+        *TEXT,
+    ):
         for node in ast.walk(tree_of(PACKAGE / f"{name}.py")):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
             assert not any((n or "").split(".")[0] in ("torch", "transformers") for n in names), name

@@ -99,7 +99,8 @@ def extend(chains: Many[Chain], logits: np.ndarray) -> None:
         sequence = chain.sequence
         generated = (*sequence.generated, *chain.tokens)
         prompt = sequence.rows.token_ids if sequence.request.sampling.repetition_penalty != 1 else ()
-        chain.tokens.append(pick(row, sequence.request.sampling, len(generated), prompt, generated))
+        allowed = sequence.allowed(generated)
+        chain.tokens.append(pick(row, sequence.request.sampling, len(generated), prompt, generated, allowed))
 
 
 def fit(logits: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foreglance.chat_format import ChatFormat
+from foreglance.grammar import Grammars, hugging_face_vocabulary
 from foreglance.models import dense, gemma4, qwen3_5, qwen3_5_moe, step3p7
 from foreglance.models.base import ModelError, Target
 from foreglance.models.weights import find_model
 from foreglance.ops.base import Ops
 from foreglance.ops.numerics import SelfTest, choose
+from foreglance.prompt import Prompter
 from foreglance.settings import Settings
 
 DEFAULT_CONTEXT = 32_768
@@ -119,6 +122,21 @@ def _load(
     eos = end_tokens(folder, values, tokenizer)
     target = family.load(folder.name, folder, config, instrument(ops), context, eos, text_only)
     return Loaded(folder, target, tokenizer, report)
+
+
+def prompter_of(loaded: Loaded, settings: Settings) -> Prompter:
+    """What makes rows for a loaded model; how it writes tool calls and reasoning is read off its chat template."""
+    tokenizer, spec = loaded.tokenizer, loaded.target.spec
+    template = tokenizer.chat_template or ""
+    text = "\n".join(template.values()) if isinstance(template, dict) else template
+    return Prompter(
+        tokenizer,
+        spec.image_token,
+        spec.rule,
+        loaded.target.prepare,
+        ChatFormat.of_template(text, settings.tool_format, settings.reasoning_format),
+        Grammars(lambda: hugging_face_vocabulary(tokenizer, spec.vocab_size, spec.eos)),
+    )
 
 
 def load_tokenizer(folder: Path) -> Any:
