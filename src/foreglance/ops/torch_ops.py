@@ -29,14 +29,14 @@ class TorchOps:
 
     def __init__(self, path: LinearPath, rows_alone: bool = False):
         self.name = f"torch/{path.name}" + ("+rows" if rows_alone else "")
-        self._path = path
+        self.path = path
         self._rows_alone = rows_alone
 
     def pack_linear(self, weight: Tensor) -> Packed:
-        return self._path.pack_linear(weight)
+        return self.path.pack_linear(weight)
 
     def linear(self, x: Tensor, weight: Packed, blocks: Blocks) -> Tensor:
-        return self._path.linear(x, weight, blocks)
+        return self.path.linear(x, weight, blocks)
 
     def embedding(self, table: Tensor, token_ids: Tensor) -> Tensor:
         return table[token_ids].float()

@@ -1,0 +1,970 @@
+/* The kernels, compiled once per instruction set: a file defines ISA, ISA_NAME and W (floats in a vector) and includes
+   this one.
+
+   Every output is computed in an order that depends on its own row alone, by the same instructions however many rows
+   there are, so a row's bits do not depend on its batch nor on the number of threads. Vectors run over outputs or over
+   the columns of one row, never over rows. `n` is a number of rows, `ld...` a distance between rows in floats. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "fg.h"
+#ifdef FG_X86
+#include <immintrin.h>
+#endif
+#ifdef __ARM_FEATURE_DOTPROD
+#include <arm_neon.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#define P (16 / W) /* vectors in a block of 16 outputs */
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+
+INLINE vf load(const float *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+
+INLINE vf splat(float x) { return x - (vf){0}; }
+
+INLINE float fold(vf v) {
+#if W == 16
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float t[W];
+    store(t, v);
+    for (int step = W / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) t[i] += t[i + step];
+    return t[0];
+#endif
+}
+
+/* Share `part` of `total` units. */
+INLINE void share(int64_t total, int part, int parts, int64_t *from, int64_t *to) {
+    *from = total * part / parts;
+    *to = total * (part + 1) / parts;
+}
+
+INLINE float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, body = h & 0x7fff;
+    union {
+        uint32_t u;
+        float f;
+    } v;
+    if (body >= 0x7c00) {
+        v.u = sign | 0x7f800000u | (body & 0x3ff) << 13;
+        return v.f;
+    }
+    v.u = body << 13;
+    v.f *= 0x1p112f; /* exponent 15 to 127; subnormal halves come out right */
+    v.u |= sign;
+    return v.f;
+}
+
+INLINE vf load_half(const uint16_t *p) {
+#if defined(HAVE_AVX512)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(HAVE_AVX2)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+    vf v;
+    for (int i = 0; i < W; i++) v[i] = half_to_float(p[i]);
+    return v;
+#endif
+}
+
+/* exp by x = n ln 2 + r and a polynomial in r (coefficients of Cephes' expf), within 2 ulp. */
+INLINE float exp_(float x) {
+    x = x > 88.0f ? 88.0f : x;
+    x = x < -87.0f ? -87.0f : x;
+    float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+    float r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    float y = 1.9875691500e-4f;
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    union {
+        int32_t i;
+        float f;
+    } power;
+    power.i = ((int32_t)n + 127) << 23;
+    return y * power.f;
+}
+
+INLINE float silu(float x) { return x / (1.0f + exp_(-x)); }
+
+INLINE float gelu(float x) { /* tanh form: x sigmoid(2 u) */
+    return x / (1.0f + exp_(-1.5957691216f * (x + 0.044715f * x * x * x)));
+}
+
+/* tanh: a polynomial near 0 (coefficients of Cephes' tanhf), else from exp. */
+INLINE float tanh_(float x) {
+    float z = x * x;
+    float near = -5.70498872745e-3f;
+    near = near * z + 2.06390887954e-2f;
+    near = near * z - 5.37397155531e-2f;
+    near = near * z + 1.33314422036e-1f;
+    near = near * z - 3.33332819422e-1f;
+    near = near * z * x + x;
+    float far = 1.0f - 2.0f / (exp_(2.0f * x) + 1.0f);
+    return z < 0.390625f ? near : far;
+}
+
+INLINE float dot(const float *a, const float *b, int64_t n) {
+    vf total = {0};
+    int64_t i = 0;
+    for (; i + W <= n; i += W) total += load(a + i) * load(b + i);
+    float sum = fold(total);
+    for (; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+/* ---- linear: weights [out, in] as blocks of 16 outputs, [out / 16][in][16]; sums run over `in` in order, a fresh sum
+   for every K_BLOCK of it ---- */
+
+#define K_BLOCK 256
+
+INLINE void put(float *out, const vf *sum, int64_t lanes, int first) {
+    if (lanes >= 16) {
+        UNROLL for (int p = 0; p < P; p++) store(out + p * W, first ? sum[p] : load(out + p * W) + sum[p]);
+        return;
+    }
+    float t[16];
+    UNROLL for (int p = 0; p < P; p++) store(t + p * W, sum[p]);
+    for (int64_t i = 0; i < lanes; i++) out[i] = first ? t[i] : out[i] + t[i];
+}
+
+/* MT rows times NB blocks of outputs over kn inputs. */
+#define FLOAT_TILE(name, type, read)                                                                                   \
+    INLINE void name(const type *w, int64_t ldw, const float *x, int64_t ldx, float *out, int64_t ldo, int64_t lanes,  \
+                     int64_t kn, int first, const int MT, const int NB) {                                              \
+        vf sum[8][8][P];                                                                                               \
+        UNROLL for (int m = 0; m < MT; m++) UNROLL for (int b = 0; b < NB; b++) UNROLL for (int p = 0; p < P; p++)     \
+            sum[m][b][p] = (vf){0};                                                                                    \
+        for (int64_t k = 0; k < kn; k++) {                                                                             \
+            vf wide[8][P];                                                                                             \
+            UNROLL for (int b = 0; b < NB; b++) UNROLL for (int p = 0; p < P; p++) wide[b][p] =                        \
+                read(w + b * ldw + k * 16 + p * W);                                                                    \
+            UNROLL for (int m = 0; m < MT; m++) {                                                                      \
+                vf value = splat(x[m * ldx + k]);                                                                      \
+                UNROLL for (int b = 0; b < NB; b++) UNROLL for (int p = 0; p < P; p++) sum[m][b][p] +=                 \
+                    wide[b][p] * value;                                                                                \
+            }                                                                                                          \
+        }                                                                                                              \
+        UNROLL for (int m = 0; m < MT; m++) UNROLL for (int b = 0; b < NB; b++)                                        \
+            put(out + m * ldo + b * 16, sum[m][b], b == NB - 1 ? lanes - 16 * b : 16, first);                          \
+    }
+
+FLOAT_TILE(tile_fp32, float, load)
+FLOAT_TILE(tile_fp16, uint16_t, load_half)
+
+/* Rows and blocks that keep the sums in registers and enough of them in flight. */
+#if W == 16
+#define MOST_ROWS 8
+#define BLOCKS_OF(rows) ((rows) == 1 ? 8 : (rows) <= 4 ? 4 : 2)
+#elif W == 8
+#define MOST_ROWS 6
+#define BLOCKS_OF(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
+#else
+#define MOST_ROWS 3
+#define BLOCKS_OF(rows) ((rows) == 1 ? 2 : 1)
+#endif
+
+#define FLOAT_CASE(tile, rows, blocks)                                                                                 \
+    case rows:                                                                                                         \
+        tile(w, ldw, x, ldx, out, ldo, lanes, kn, first, rows, blocks);                                                \
+        break;
+
+#if MOST_ROWS == 8
+#define FLOAT_CASES(tile, B)                                                                                           \
+    FLOAT_CASE(tile, 1, B(1)) FLOAT_CASE(tile, 2, B(2)) FLOAT_CASE(tile, 3, B(3)) FLOAT_CASE(tile, 4, B(4))            \
+    FLOAT_CASE(tile, 5, B(5)) FLOAT_CASE(tile, 6, B(6)) FLOAT_CASE(tile, 7, B(7)) FLOAT_CASE(tile, 8, B(8))
+#elif MOST_ROWS == 6
+#define FLOAT_CASES(tile, B)                                                                                           \
+    FLOAT_CASE(tile, 1, B(1)) FLOAT_CASE(tile, 2, B(2)) FLOAT_CASE(tile, 3, B(3)) FLOAT_CASE(tile, 4, B(4))            \
+    FLOAT_CASE(tile, 5, B(5)) FLOAT_CASE(tile, 6, B(6))
+#else
+#define FLOAT_CASES(tile, B) FLOAT_CASE(tile, 1, B(1)) FLOAT_CASE(tile, 2, B(2)) FLOAT_CASE(tile, 3, B(3))
+#endif
+#define ONE_BLOCK(rows) 1
+#define LEAST_BLOCKS(rows) BLOCKS_OF(MOST_ROWS)
+
+/* Several blocks of few rows; several blocks of a tile of many rows; the blocks that are left, one by one. */
+#define FLOAT_LINEAR(name, type, tile)                                                                                 \
+    static __attribute__((noinline)) void name##_few(const type *w, int64_t ldw, const float *x, int64_t ldx,          \
+                                                     float *out, int64_t ldo, int64_t lanes, int64_t kn, int first,    \
+                                                     int rows) {                                                       \
+        switch (rows) { FLOAT_CASES(tile, BLOCKS_OF) }                                                                 \
+    }                                                                                                                  \
+    static __attribute__((noinline)) void name##_tile(const type *w, int64_t ldw, const float *x, int64_t ldx,         \
+                                                      float *out, int64_t ldo, int64_t lanes, int64_t kn, int first,   \
+                                                      int rows) {                                                      \
+        switch (rows) { FLOAT_CASES(tile, LEAST_BLOCKS) }                                                              \
+    }                                                                                                                  \
+    static __attribute__((noinline)) void name##_one(const type *w, int64_t ldw, const float *x, int64_t ldx,          \
+                                                     float *out, int64_t ldo, int64_t lanes, int64_t kn, int first,    \
+                                                     int rows) {                                                       \
+        switch (rows) { FLOAT_CASES(tile, ONE_BLOCK) }                                                                 \
+    }                                                                                                                  \
+    /* w, x [M, K], out [M, N], M, N, K, ldx, ldo */                                                                   \
+    static void name(const Arg *a, int part, int parts) {                                                              \
+        const type *weight = a[0].p;                                                                                   \
+        const float *x = a[1].p;                                                                                       \
+        float *out = a[2].p;                                                                                           \
+        int64_t M = a[3].i, N = a[4].i, K = a[5].i, ldx = a[6].i, ldo = a[7].i, from, to;                              \
+        share((N + 15) / 16, part, parts, &from, &to);                                                                 \
+        int64_t tiles = (M + MOST_ROWS - 1) / MOST_ROWS;                                                               \
+        int64_t group = M <= MOST_ROWS ? BLOCKS_OF(M) : LEAST_BLOCKS(0);                                               \
+        for (int64_t b = from; b < to;) {                                                                              \
+            int64_t blocks = b + group <= to ? group : 1, lanes = N - b * 16;                                          \
+            for (int64_t k = 0; k < K; k += K_BLOCK) {                                                                 \
+                int64_t kn = K - k < K_BLOCK ? K - k : K_BLOCK;                                                        \
+                for (int64_t t = 0; t < tiles; t++) {                                                                  \
+                    int64_t m = M * t / tiles, rows = M * (t + 1) / tiles - m;                                         \
+                    const type *w = weight + (b * K + k) * 16;                                                         \
+                    (blocks == 1 ? name##_one : tiles == 1 ? name##_few : name##_tile)(                                \
+                        w, K * 16, x + m * ldx + k, ldx, out + m * ldo + b * 16, ldo, lanes, kn, k == 0, (int)rows);   \
+                }                                                                                                      \
+            }                                                                                                          \
+            b += blocks;                                                                                               \
+        }                                                                                                              \
+    }
+
+FLOAT_LINEAR(linear_fp32, float, tile_fp32)
+FLOAT_LINEAR(linear_fp16, uint16_t, tile_fp16)
+
+/* ---- quantised linear: groups of 32 inputs share a scale; activations are quantised per row and group to 8 bits, so
+   products and their sums within a group are exact integers on every processor ---- */
+
+INLINE vi load_ints(const void *p) {
+    vi v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+/* Lane l: sum + w[4 l .. 4 l + 3] . a[0 .. 3] with w unsigned below 16 (nibbles) or any byte. Whether bytes are taken as
+   they are, or less 128, is what BYTE_OFFSET says. */
+#if defined(HAVE_AVX512)
+#define BYTE_OFFSET 128
+INLINE vi dot_bytes(vi sum, vi w, vi a) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)a); }
+INLINE vi dot_nibbles(vi sum, vi w, vi a) { return dot_bytes(sum, w, a); }
+#elif defined(HAVE_AVXVNNI)
+#define BYTE_OFFSET 128
+INLINE vi dot_bytes(vi sum, vi w, vi a) { return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)a); }
+INLINE vi dot_nibbles(vi sum, vi w, vi a) { return dot_bytes(sum, w, a); }
+#elif defined(HAVE_AVX2)
+#define BYTE_OFFSET 0 /* pairs of unsigned times signed bytes overflow 16 bits, so the sign moves to the activations */
+INLINE vi dot_nibbles(vi sum, vi w, vi a) {
+    __m256i pairs = _mm256_maddubs_epi16((__m256i)w, (__m256i)a);
+    return sum + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+INLINE vi dot_bytes(vi sum, vi w, vi a) {
+    __m256i s = _mm256_xor_si256((__m256i)w, _mm256_set1_epi8((char)0x80));
+    return dot_nibbles(sum, (vi)_mm256_abs_epi8(s), (vi)_mm256_sign_epi8((__m256i)a, s));
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define BYTE_OFFSET 0
+INLINE vi dot_nibbles(vi sum, vi w, vi a) { return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)a); }
+INLINE vi dot_bytes(vi sum, vi w, vi a) {
+    return dot_nibbles(sum, (vi)veorq_s8((int8x16_t)w, vdupq_n_s8((int8_t)0x80)), a);
+}
+#else
+#define BYTE_OFFSET 128
+INLINE vi dot_bytes(vi sum, vi w, vi a) {
+    uint8_t bytes[4 * W];
+    int8_t by[4];
+    memcpy(bytes, &w, sizeof bytes);
+    memcpy(by, &a, sizeof by);
+    int32_t out[W];
+    memcpy(out, &sum, sizeof out);
+    for (int lane = 0; lane < W; lane++)
+        out[lane] += bytes[4 * lane] * by[0] + bytes[4 * lane + 1] * by[1] + bytes[4 * lane + 2] * by[2] +
+                     bytes[4 * lane + 3] * by[3];
+    memcpy(&sum, out, sizeof out);
+    return sum;
+}
+INLINE vi dot_nibbles(vi sum, vi w, vi a) { return dot_bytes(sum, w, a); }
+#endif
+
+/* x [M, K], q int8 [M, Kp], scale [M, Kp / 32], start int32 [M, Kp / 32], M, K, Kp, ldx, bits of the weights: `start`
+   takes the offset of the weights' bytes out of a group's sum of products */
+static void quantize(const Arg *a, int part, int parts) {
+    int64_t M = a[4].i, K = a[5].i, Kp = a[6].i, ldx = a[7].i, groups = Kp / 32, from, to;
+    share(M * groups, part, parts, &from, &to);
+    for (int64_t at = from; at < to; at++) {
+        int64_t m = at / groups, g = at % groups, have = K - g * 32;
+        const float *x = (const float *)a[0].p + m * ldx + g * 32;
+        int8_t *q = (int8_t *)a[1].p + m * Kp + g * 32;
+        float padded[32];
+        if (have < 32) {
+            memset(padded, 0, sizeof padded);
+            memcpy(padded, x, have > 0 ? have * 4 : 0);
+            x = padded;
+        }
+        float most = 0;
+        for (int i = 0; i < 32; i++) {
+            float size = fabsf(x[i]);
+            most = size > most ? size : most;
+        }
+        float inverse = most > 0 ? 127.0f / most : 0.0f;
+        int32_t sum = 0;
+        for (int i = 0; i < 32; i++) {
+            int32_t value = (int32_t)((x[i] * inverse + 12582912.0f) - 12582912.0f);
+            q[i] = (int8_t)value;
+            sum += value;
+        }
+        ((float *)a[2].p)[at] = most / 127.0f;
+        ((int32_t *)a[3].p)[at] = -(a[8].i == 8 ? BYTE_OFFSET : 8) * sum;
+    }
+}
+
+INLINE vi splat_ints(int32_t x) { return x - (vi){0}; }
+
+INLINE vi four_bytes(const int8_t *q) {
+    int32_t x;
+    memcpy(&x, q, 4);
+    return splat_ints(x);
+}
+
+typedef struct {
+    const uint8_t *w;      /* q8: [group][8][16][4] bytes, value + 128; q4: [group][4][16][4], two nibbles, value + 8 */
+    const uint16_t *scale; /* [group][16] halves */
+    const int8_t *q;
+    const float *row_scale;
+    const int32_t *start;
+    int64_t groups;
+} Quantised;
+
+/* MT rows times one block of 16 outputs. */
+#define QUANTISED_TILE(name, BITS)                                                                                     \
+    INLINE void name(const Quantised *t, float *out, int64_t ldo, int64_t lanes, const int MT) {                       \
+        int64_t groups = t->groups;                                                                                    \
+        vf total[8][P];                                                                                                \
+        UNROLL for (int m = 0; m < MT; m++) UNROLL for (int p = 0; p < P; p++) total[m][p] = (vf){0};                  \
+        for (int64_t g = 0; g < groups; g++) {                                                                         \
+            const uint8_t *w = t->w + g * BITS * 64;                                                                   \
+            const int8_t *q = t->q + g * 32;                                                                           \
+            UNROLL for (int p = 0; p < P; p++) {                                                                       \
+                vi sum[8];                                                                                             \
+                UNROLL for (int m = 0; m < MT; m++) sum[m] = splat_ints(t->start[m * groups + g]);                     \
+                if (BITS == 8) {                                                                                       \
+                    UNROLL for (int j = 0; j < 8; j++) {                                                               \
+                        vi wide = load_ints(w + j * 64 + p * 4 * W);                                                   \
+                        UNROLL for (int m = 0; m < MT; m++) sum[m] =                                                   \
+                            dot_bytes(sum[m], wide, four_bytes(q + m * groups * 32 + j * 4));                          \
+                    }                                                                                                  \
+                } else {                                                                                               \
+                    UNROLL for (int j = 0; j < 4; j++) {                                                               \
+                        vi both = load_ints(w + j * 64 + p * 4 * W), low = both & 0x0f0f0f0f,                          \
+                           high = (both >> 4) & 0x0f0f0f0f;                                                            \
+                        UNROLL for (int m = 0; m < MT; m++) {                                                          \
+                            const int8_t *row = q + m * groups * 32 + j * 4;                                           \
+                            sum[m] = dot_nibbles(sum[m], low, four_bytes(row));                                        \
+                            sum[m] = dot_nibbles(sum[m], high, four_bytes(row + 16));                                  \
+                        }                                                                                              \
+                    }                                                                                                  \
+                }                                                                                                      \
+                vf scale = load_half(t->scale + g * 16 + p * W);                                                       \
+                UNROLL for (int m = 0; m < MT; m++) total[m][p] +=                                                     \
+                    __builtin_convertvector(sum[m], vf) * (scale * t->row_scale[m * groups + g]);                      \
+            }                                                                                                          \
+        }                                                                                                              \
+        UNROLL for (int m = 0; m < MT; m++) put(out + m * ldo, total[m], lanes, 1);                                    \
+    }
+
+QUANTISED_TILE(tile_q8, 8)
+QUANTISED_TILE(tile_q4, 4)
+
+#if W == 16
+#define MOST_QUANTISED 8
+#define MORE_QUANTISED(tile)                                                                                           \
+    QUANTISED_CASE(tile, 3) QUANTISED_CASE(tile, 4) QUANTISED_CASE(tile, 5) QUANTISED_CASE(tile, 6)                    \
+    QUANTISED_CASE(tile, 7) QUANTISED_CASE(tile, 8)
+#elif W == 8 || defined(__ARM_FEATURE_DOTPROD)
+#define MOST_QUANTISED 4
+#define MORE_QUANTISED(tile) QUANTISED_CASE(tile, 3) QUANTISED_CASE(tile, 4)
+#else
+#define MOST_QUANTISED 2
+#define MORE_QUANTISED(tile)
+#endif
+
+#define QUANTISED_CASE(tile, rows)                                                                                     \
+    case rows:                                                                                                         \
+        tile(t, out, ldo, lanes, rows);                                                                                \
+        break;
+
+#define QUANTISED_LINEAR(name, tile, BITS)                                                                             \
+    static __attribute__((noinline)) void name##_tile(const Quantised *t, float *out, int64_t ldo, int64_t lanes,      \
+                                                      int rows) {                                                      \
+        switch (rows) {                                                                                                \
+            QUANTISED_CASE(tile, 1) QUANTISED_CASE(tile, 2)                                                            \
+            MORE_QUANTISED(tile)                                                                                       \
+        }                                                                                                              \
+    }                                                                                                                  \
+    /* w, scales, q, row scale, start, out [M, N], M, N, K (a multiple of 32), ldo */                                \
+    static void name(const Arg *a, int part, int parts) {                                                              \
+        int64_t M = a[6].i, N = a[7].i, K = a[8].i, ldo = a[9].i, groups = K / 32, from, to;                           \
+        int64_t tiles = (M + MOST_QUANTISED - 1) / MOST_QUANTISED;                                                     \
+        share((N + 15) / 16, part, parts, &from, &to);                                                                 \
+        for (int64_t b = from; b < to; b++)                                                                            \
+            for (int64_t i = 0; i < tiles; i++) {                                                                      \
+                int64_t m = M * i / tiles, rows = M * (i + 1) / tiles - m;                                             \
+                Quantised t = {(const uint8_t *)a[0].p + b * groups * BITS * 64,                                       \
+                               (const uint16_t *)a[1].p + b * groups * 16,                                             \
+                               (const int8_t *)a[2].p + m * K,                                                         \
+                               (const float *)a[3].p + m * groups,                                                     \
+                               (const int32_t *)a[4].p + m * groups,                                                   \
+                               groups};                                                                                \
+                name##_tile(&t, (float *)a[5].p + m * ldo + b * 16, ldo, N - b * 16, (int)rows);                       \
+            }                                                                                                          \
+    }
+
+QUANTISED_LINEAR(linear_q8, tile_q8, 8)
+QUANTISED_LINEAR(linear_q4, tile_q4, 4)
+
+/* ---- rows ---- */
+
+/* table [vocab, h], type (0 fp32, 1 fp16, 2 bf16), ids int64 [n], out [n, h], n, h */
+static void embed(const Arg *a, int part, int parts) {
+    int64_t h = a[5].i, from, to;
+    share(a[4].i, part, parts, &from, &to);
+    for (int64_t i = from; i < to; i++) {
+        int64_t at = ((const int64_t *)a[2].p)[i] * h;
+        float *out = (float *)a[3].p + i * h;
+        if (a[1].i == 0) {
+            memcpy(out, (const float *)a[0].p + at, h * 4);
+        } else if (a[1].i == 1) {
+            const uint16_t *row = (const uint16_t *)a[0].p + at;
+            for (int64_t j = 0; j < h; j++) out[j] = half_to_float(row[j]);
+        } else {
+            const uint16_t *row = (const uint16_t *)a[0].p + at;
+            for (int64_t j = 0; j < h; j++) {
+                uint32_t bits = (uint32_t)row[j] << 16;
+                memcpy(out + j, &bits, 4);
+            }
+        }
+    }
+}
+
+/* x [n, heads, h], weight [h] or [heads, h], out, n, heads, h, ldx, distance of heads in x, in weight, eps,
+   gate [n, heads, h] or null, its two distances: rms_norm(x) * weight (* silu(gate)) */
+static void rms_norm(const Arg *a, int part, int parts) {
+    int64_t heads = a[4].i, h = a[5].i, from, to;
+    share(a[3].i * heads, part, parts, &from, &to);
+    for (int64_t at = from; at < to; at++) {
+        int64_t row = at / heads, head = at % heads;
+        const float *x = (const float *)a[0].p + row * a[6].i + head * a[7].i;
+        const float *w = (const float *)a[1].p + head * a[8].i;
+        float *out = (float *)a[2].p + at * h;
+        float factor = 1.0f / sqrtf(dot(x, x, h) / (float)h + (float)a[9].f);
+        if (!a[10].p) {
+            for (int64_t j = 0; j < h; j++) out[j] = x[j] * factor * w[j];
+        } else {
+            const float *gate = (const float *)a[10].p + row * a[11].i + head * a[12].i;
+            for (int64_t j = 0; j < h; j++) out[j] = x[j] * factor * w[j] * silu(gate[j]);
+        }
+    }
+}
+
+/* x [n, d], out, n, d, ldx, eps */
+static void l2_norm(const Arg *a, int part, int parts) {
+    int64_t d = a[3].i, from, to;
+    share(a[2].i, part, parts, &from, &to);
+    for (int64_t i = from; i < to; i++) {
+        const float *x = (const float *)a[0].p + i * a[4].i;
+        float *out = (float *)a[1].p + i * d, factor = 1.0f / sqrtf(dot(x, x, d) + (float)a[5].f);
+        for (int64_t j = 0; j < d; j++) out[j] = x[j] * factor;
+    }
+}
+
+INLINE void gate_row(const float *x, float *out, int64_t inner, int64_t from, int64_t to, int64_t kind, float limit) {
+    const float *up = x + inner;
+    if (kind == 1) {
+        for (int64_t j = from; j < to; j++) out[j] = gelu(x[j]) * up[j];
+    } else if (limit == INFINITY) {
+        for (int64_t j = from; j < to; j++) out[j] = silu(x[j]) * up[j];
+    } else {
+        for (int64_t j = from; j < to; j++) {
+            float gate = silu(x[j]), value = up[j];
+            gate = gate > limit ? limit : gate;
+            value = value > limit ? limit : value;
+            value = value < -limit ? -limit : value;
+            out[j] = gate * value;
+        }
+    }
+}
+
+/* x [n, 2 i], gate before up, out [n, i], n, i, ldx, kind (0 silu, 1 gelu), limit of silu (infinity: none) */
+static void gate_mul(const Arg *a, int part, int parts) {
+    int64_t inner = a[3].i, from, to;
+    share((inner + 15) / 16, part, parts, &from, &to);
+    from *= 16;
+    to = to * 16 < inner ? to * 16 : inner;
+    for (int64_t i = 0; i < a[2].i; i++)
+        gate_row((const float *)a[0].p + i * a[4].i, (float *)a[1].p + i * inner, inner, from, to, a[5].i,
+                 (float)a[6].f);
+}
+
+/* x [n, heads, d], gate, out, n, heads, d, ldx, heads of x, ldgate, heads of gate, columns of gate (0: one a head) */
+static void sigmoid_mul(const Arg *a, int part, int parts) {
+    int64_t heads = a[4].i, d = a[5].i, from, to;
+    share(a[3].i * heads, part, parts, &from, &to);
+    for (int64_t at = from; at < to; at++) {
+        int64_t row = at / heads, head = at % heads;
+        const float *x = (const float *)a[0].p + row * a[6].i + head * a[7].i;
+        const float *gate = (const float *)a[1].p + row * a[8].i + head * a[9].i;
+        float *out = (float *)a[2].p + at * d;
+        if (a[10].i) {
+            for (int64_t j = 0; j < d; j++) out[j] = x[j] / (1.0f + exp_(-gate[j]));
+        } else {
+            float below = 1.0f + exp_(-gate[0]);
+            for (int64_t j = 0; j < d; j++) out[j] = x[j] / below;
+        }
+    }
+}
+
+/* x [n, heads, d], cos, sin [n, r], out, n, heads, d, r, ldx, heads of x: the first 2 r of each head, in halves */
+static void rotary(const Arg *a, int part, int parts) {
+    int64_t heads = a[5].i, d = a[6].i, r = a[7].i, from, to;
+    share(a[4].i * heads, part, parts, &from, &to);
+    for (int64_t at = from; at < to; at++) {
+        int64_t row = at / heads, head = at % heads;
+        const float *x = (const float *)a[0].p + row * a[8].i + head * a[9].i;
+        const float *cos = (const float *)a[1].p + row * r, *sin = (const float *)a[2].p + row * r;
+        float *out = (float *)a[3].p + at * d;
+        for (int64_t j = 0; j < r; j++) {
+            out[j] = x[j] * cos[j] - x[j + r] * sin[j];
+            out[j + r] = x[j + r] * cos[j] + x[j] * sin[j];
+        }
+        memcpy(out + 2 * r, x + 2 * r, (d - 2 * r) * 4);
+    }
+}
+
+/* tables of cos, sin [positions, r], axis of each frequency int64 [r], positions int64 [axes, n], out cos, sin [n, r],
+   n, r */
+static void angles(const Arg *a, int part, int parts) {
+    int64_t n = a[6].i, r = a[7].i, from, to;
+    const int64_t *axis = a[2].p, *positions = a[3].p;
+    share(n, part, parts, &from, &to);
+    for (int64_t i = from; i < to; i++)
+        for (int64_t j = 0; j < r; j++) {
+            int64_t at = positions[axis[j] * n + i] * r + j;
+            ((float *)a[4].p)[i * r + j] = ((const float *)a[0].p)[at];
+            ((float *)a[5].p)[i * r + j] = ((const float *)a[1].p)[at];
+        }
+}
+
+/* x [n, h], y [n, h], out, n, h, ldx, ldy */
+static void add(const Arg *a, int part, int parts) {
+    int64_t h = a[4].i, from, to;
+    share(a[3].i, part, parts, &from, &to);
+    for (int64_t i = from; i < to; i++) {
+        const float *x = (const float *)a[0].p + i * a[5].i, *y = (const float *)a[1].p + i * a[6].i;
+        float *out = (float *)a[2].p + i * h;
+        for (int64_t j = 0; j < h; j++) out[j] = x[j] + y[j];
+    }
+}
+
+/* x [n, h], out, n, h, ldx, factor */
+static void scale(const Arg *a, int part, int parts) {
+    int64_t h = a[3].i, from, to;
+    float factor = (float)a[5].f;
+    share(a[2].i, part, parts, &from, &to);
+    for (int64_t i = from; i < to; i++) {
+        const float *x = (const float *)a[0].p + i * a[4].i;
+        float *out = (float *)a[1].p + i * h;
+        for (int64_t j = 0; j < h; j++) out[j] = x[j] * factor;
+    }
+}
+
+/* x [n, h], out, n, h, ldx, ldo */
+static void copy(const Arg *a, int part, int parts) {
+    int64_t from, to;
+    share(a[2].i, part, parts, &from, &to);
+    for (int64_t i = from; i < to; i++)
+        memcpy((float *)a[1].p + i * a[5].i, (const float *)a[0].p + i * a[4].i, a[3].i * 4);
+}
+
+/* x [n, h], out, n, h, ldx, cap: cap tanh(x / cap) */
+static void softcap(const Arg *a, int part, int parts) {
+    int64_t h = a[3].i, from, to;
+    float cap = (float)a[5].f, inverse = 1.0f / cap;
+    share((h + 15) / 16, part, parts, &from, &to);
+    from *= 16;
+    to = to * 16 < h ? to * 16 : h;
+    for (int64_t i = 0; i < a[2].i; i++) {
+        const float *x = (const float *)a[0].p + i * a[4].i;
+        float *out = (float *)a[1].p + i * h;
+        for (int64_t j = from; j < to; j++) out[j] = cap * tanh_(x[j] * inverse);
+    }
+}
+
+/* logits [n, v], out int64 [n], n, v, ld: the first of the largest */
+static void top(const Arg *a, int part, int parts) {
+    int64_t v = a[3].i, from, to;
+    share(a[2].i, part, parts, &from, &to);
+    for (int64_t i = from; i < to; i++) {
+        const float *x = (const float *)a[0].p + i * a[4].i;
+        vf best = splat(-INFINITY);
+        int64_t j = 0, at = 0;
+        for (; j + W <= v; j += W) {
+            vf y = load(x + j);
+            vi more = y > best;
+            best = (vf)(((vi)y & more) | ((vi)best & ~more));
+        }
+        float most = best[0];
+        for (int l = 1; l < W; l++) most = best[l] > most ? best[l] : most;
+        for (; j < v; j++) most = x[j] > most ? x[j] : most;
+        while (at < v - 1 && x[at] != most) at++;
+        ((int64_t *)a[1].p)[i] = at;
+    }
+}
+
+/* ---- rows over what their sequence holds; the cells of `parts` and of address blocks are described in native.py ---- */
+
+#define KEYS 0
+#define VALUES 1
+#define HEAD_STEP 2
+#define FIRST_ROW 3
+
+INLINE const int64_t *block_of(const int64_t *part, int64_t layer) {
+    return (const int64_t *)(intptr_t)((const int64_t *)(intptr_t)part[3])[layer];
+}
+
+/* parts, layer, keys, values [n, kv heads, d], kv heads, d, ld keys, heads of keys, ld values, heads of values */
+static void write_rows(const Arg *a, int part, int parts) {
+    const int64_t *table = a[0].p;
+    int64_t heads = a[4].i, d = a[5].i, from, to;
+    share(table[0] * heads, part, parts, &from, &to);
+    for (int64_t at = from; at < to; at++) {
+        const int64_t *own = table + 1 + at / heads * PART_CELLS, *block = block_of(own, a[1].i);
+        int64_t head = at % heads, row = own[2] - block[FIRST_ROW];
+        float *keys = (float *)(intptr_t)block[KEYS] + head * block[HEAD_STEP] + row * d;
+        float *values = (float *)(intptr_t)block[VALUES] + head * block[HEAD_STEP] + row * d;
+        for (int64_t i = 0; i < own[1]; i++) {
+            memcpy(keys + i * d, (const float *)a[2].p + (own[0] + i) * a[6].i + head * a[7].i, d * 4);
+            memcpy(values + i * d, (const float *)a[3].p + (own[0] + i) * a[8].i + head * a[9].i, d * 4);
+        }
+    }
+}
+
+#define KEY_BLOCK 32 /* keys whose weights are taken together; blocks lie on absolute rows */
+#define QUERIES 16   /* queries that pass over the keys together */
+#define MAX_HEAD 512
+
+typedef struct {
+    const float *query;
+    float *out;
+    int64_t from, to; /* rows that it sees */
+    float most, weight;
+} Query;
+
+/* One block of keys for one query: softmax as it goes (Milakov and Gimelshein, 2018). */
+INLINE void attend_block(Query *q, float *seen, const float *keys, const float *values, int64_t first, int64_t at,
+                         int64_t d, float scale) {
+    int64_t from = q->from > at ? q->from : at, to = q->to < at + KEY_BLOCK ? q->to : at + KEY_BLOCK;
+    if (from >= to) return;
+    float score[KEY_BLOCK], most = q->most;
+    for (int64_t j = from; j < to; j++) {
+        float s = dot(q->query, keys + (j - first) * d, d) * scale;
+        score[j - at] = s;
+        most = s > most ? s : most;
+    }
+    float fade = exp_(q->most - most), sum = 0;
+    for (int64_t j = from - at; j < to - at; j++) score[j] = exp_(score[j] - most);
+    for (int64_t j = from - at; j < to - at; j++) sum += score[j];
+    q->weight = q->weight * fade + sum;
+    q->most = most;
+    int64_t c = 0;
+    for (; c + 4 * W <= d; c += 4 * W) {
+        vf t[4];
+        UNROLL for (int p = 0; p < 4; p++) t[p] = load(seen + c + p * W) * fade;
+        for (int64_t j = from; j < to; j++) {
+            const float *v = values + (j - first) * d + c;
+            UNROLL for (int p = 0; p < 4; p++) t[p] += load(v + p * W) * score[j - at];
+        }
+        UNROLL for (int p = 0; p < 4; p++) store(seen + c + p * W, t[p]);
+    }
+    for (; c + W <= d; c += W) {
+        vf t = load(seen + c) * fade;
+        for (int64_t j = from; j < to; j++) t += load(values + (j - first) * d + c) * score[j - at];
+        store(seen + c, t);
+    }
+    for (; c < d; c++) {
+        float t = seen[c] * fade;
+        for (int64_t j = from; j < to; j++) t += values[(j - first) * d + c] * score[j - at];
+        seen[c] = t;
+    }
+}
+
+/* parts, layer, query [n, heads, d], out [n, heads * d], heads, kv heads, d, ld query, heads of query, scale, window
+   (0: none): row i of a part sees the rows that its cache held before, the part's rows up to its own, of all these the
+   last `window` */
+static void attend_rows(const Arg *a, int part, int parts) {
+    const int64_t *table = a[0].p;
+    int64_t heads = a[4].i, kv_heads = a[5].i, d = a[6].i, window = a[10].i, group = heads / kv_heads, from, to;
+    share(table[0] * kv_heads, part, parts, &from, &to);
+    for (int64_t at = from; at < to; at++) {
+        const int64_t *own = table + 1 + at / kv_heads * PART_CELLS, *block = block_of(own, a[1].i);
+        int64_t kv = at % kv_heads, first = block[FIRST_ROW], all = own[1] * group;
+        const float *keys = (const float *)(intptr_t)block[KEYS] + kv * block[HEAD_STEP];
+        const float *values = (const float *)(intptr_t)block[VALUES] + kv * block[HEAD_STEP];
+        for (int64_t start = 0; start < all; start += QUERIES) {
+            int64_t count = all - start < QUERIES ? all - start : QUERIES, lowest = INT64_MAX, highest = 0;
+            Query q[QUERIES];
+            float seen[QUERIES][MAX_HEAD];
+            for (int64_t i = 0; i < count; i++) {
+                int64_t row = (start + i) / group, head = kv * group + (start + i) % group;
+                int64_t to_row = own[2] + row + 1, from_row = window && to_row > window ? to_row - window : 0;
+                from_row = from_row < first ? first : from_row;
+                q[i] = (Query){(const float *)a[2].p + (own[0] + row) * a[7].i + head * a[8].i,
+                               (float *)a[3].p + ((own[0] + row) * heads + head) * d,
+                               from_row, to_row, -INFINITY, 0};
+                lowest = from_row < lowest ? from_row : lowest;
+                highest = to_row > highest ? to_row : highest;
+                memset(seen[i], 0, d * 4);
+            }
+            for (int64_t j = lowest / KEY_BLOCK * KEY_BLOCK; j < highest; j += KEY_BLOCK)
+                for (int64_t i = 0; i < count; i++)
+                    attend_block(q + i, seen[i], keys, values, first, j, d, (float)a[9].f);
+            for (int64_t i = 0; i < count; i++) {
+                float inverse = 1.0f / q[i].weight;
+                for (int64_t c = 0; c < d; c++) q[i].out[c] = seen[i][c] * inverse;
+            }
+        }
+    }
+}
+
+#define TAILS 0
+#define STATES 1
+#define CURRENT 2
+
+/* Where the snapshot after row i of a part lies: the slots but the one that holds the committed state. */
+INLINE int64_t slot_of(const int64_t *block, int64_t i) { return i < block[CURRENT] ? i : i + 1; }
+
+/* parts, layer, x [n, c], weight [width, c], out [n, c], c, width, ldx: causal convolution and silu */
+static void conv_rows(const Arg *a, int part, int parts) {
+    const int64_t *table = a[0].p;
+    int64_t c = a[5].i, tail = a[6].i - 1, from, to;
+    share((c + 15) / 16, part, parts, &from, &to);
+    from *= 16;
+    to = to * 16 < c ? to * 16 : c;
+    for (int64_t p = 0; p < table[0]; p++) {
+        const int64_t *own = table + 1 + p * PART_CELLS, *block = block_of(own, a[1].i);
+        float *tails = (float *)(intptr_t)block[TAILS];
+        const float *before = tails + block[CURRENT] * tail * c, *x = (const float *)a[2].p + own[0] * a[7].i;
+        for (int64_t i = 0; i < own[1]; i++) {
+            float *out = (float *)a[4].p + (own[0] + i) * c, *after = tails + slot_of(block, i) * tail * c;
+            for (int64_t t = 0; t <= tail; t++) {
+                int64_t row = i + t - tail;
+                const float *in = row < 0 ? before + (row + tail) * c : x + row * a[7].i;
+                const float *w = (const float *)a[3].p + t * c;
+                if (t == 0) {
+                    for (int64_t j = from; j < to; j++) out[j] = in[j] * w[j];
+                } else {
+                    for (int64_t j = from; j < to; j++) out[j] = out[j] + in[j] * w[j];
+                    memcpy(after + (t - 1) * c + from, in + from, (to - from) * 4);
+                }
+            }
+            for (int64_t j = from; j < to; j++) out[j] = silu(out[j]);
+        }
+    }
+}
+
+/* a, b [n, heads], ld a, ld b, negative rate, bias [heads], out log decay, out beta [n, heads], n, heads */
+static void delta_gates(const Arg *a, int part, int parts) {
+    int64_t heads = a[9].i, from, to;
+    share(a[8].i, part, parts, &from, &to);
+    for (int64_t i = from; i < to; i++)
+        for (int64_t j = 0; j < heads; j++) {
+            float step = ((const float *)a[0].p)[i * a[2].i + j] + ((const float *)a[5].p)[j];
+            float plus = step > 20.0f ? step : log1pf(expf(step));
+            ((float *)a[6].p)[i * heads + j] = plus * ((const float *)a[4].p)[j];
+            ((float *)a[7].p)[i * heads + j] = 1.0f / (1.0f + expf(-((const float *)a[1].p)[i * a[3].i + j]));
+        }
+}
+
+/* columns [c, c + PV vectors) of one head: state after = decay state + k (beta (v - decay state k)), out = state q */
+INLINE void delta_columns(const float *before, float *after, const float *q, const float *k, const float *v, float *out,
+                          float decay, float beta, int64_t dk, int64_t dv, const int PV) {
+    vf held[4], read[4];
+    UNROLL for (int p = 0; p < PV; p++) held[p] = read[p] = (vf){0};
+    for (int64_t i = 0; i < dk; i++)
+        UNROLL for (int p = 0; p < PV; p++) held[p] += load(before + i * dv + p * W) * k[i];
+    UNROLL for (int p = 0; p < PV; p++) held[p] = (load(v + p * W) - held[p] * decay) * beta;
+    for (int64_t i = 0; i < dk; i++)
+        UNROLL for (int p = 0; p < PV; p++) {
+            vf state = load(before + i * dv + p * W) * decay + held[p] * k[i];
+            store(after + i * dv + p * W, state);
+            read[p] += state * q[i];
+        }
+    UNROLL for (int p = 0; p < PV; p++) store(out + p * W, read[p]);
+}
+
+/* parts, layer, mixed [n, 2 key heads dk + value heads dv], log decay, beta [n, value heads], out [n, value heads, dv],
+   key heads, value heads, dk, dv, eps, scale of q, ld mixed: gated delta rule row by row, a snapshot after each row */
+static void delta_rows(const Arg *a, int part, int parts) {
+    const int64_t *table = a[0].p;
+    int64_t k_heads = a[6].i, v_heads = a[7].i, dk = a[8].i, dv = a[9].i, size = v_heads * dk * dv, from, to;
+    float q[MAX_HEAD], k[MAX_HEAD];
+    share(table[0] * v_heads, part, parts, &from, &to);
+    for (int64_t at = from; at < to; at++) {
+        const int64_t *own = table + 1 + at / v_heads * PART_CELLS, *block = block_of(own, a[1].i);
+        int64_t head = at % v_heads, key_head = head / (v_heads / k_heads);
+        float *states = (float *)(intptr_t)block[STATES] + head * dk * dv;
+        const float *before = states + block[CURRENT] * size;
+        for (int64_t i = 0; i < own[1]; i++) {
+            int64_t row = own[0] + i;
+            const float *mixed = (const float *)a[2].p + row * a[12].i;
+            const float *raw_q = mixed + key_head * dk, *raw_k = mixed + (k_heads + key_head) * dk;
+            const float *v = mixed + 2 * k_heads * dk + head * dv;
+            float of_q = 1.0f / sqrtf(dot(raw_q, raw_q, dk) + (float)a[10].f) * (float)a[11].f;
+            float of_k = 1.0f / sqrtf(dot(raw_k, raw_k, dk) + (float)a[10].f);
+            float decay = exp_(((const float *)a[3].p)[row * v_heads + head]);
+            float beta = ((const float *)a[4].p)[row * v_heads + head];
+            float *out = (float *)a[5].p + (row * v_heads + head) * dv, *after = states + slot_of(block, i) * size;
+            for (int64_t j = 0; j < dk; j++) {
+                q[j] = raw_q[j] * of_q;
+                k[j] = raw_k[j] * of_k;
+            }
+            int64_t c = 0;
+            for (; c + 4 * W <= dv; c += 4 * W)
+                delta_columns(before + c, after + c, q, k, v + c, out + c, decay, beta, dk, dv, 4);
+            for (; c + W <= dv; c += W)
+                delta_columns(before + c, after + c, q, k, v + c, out + c, decay, beta, dk, dv, 1);
+            for (; c < dv; c++) {
+                float held = 0, read = 0;
+                for (int64_t j = 0; j < dk; j++) held += before[j * dv + c] * k[j];
+                held = (v[c] - held * decay) * beta;
+                for (int64_t j = 0; j < dk; j++) {
+                    float state = before[j * dv + c] * decay + held * k[j];
+                    after[j * dv + c] = state;
+                    read += state * q[j];
+                }
+                out[c] = read;
+            }
+            before = after;
+        }
+    }
+}
+
+/* ---- mixture of experts ---- */
+
+/* logits [n, experts], bias [experts] or null, chosen int64 [n, k], weights [n, k], n, experts, k, scoring (0 sigmoid,
+   1 softmax), scratch [n, 2 experts] */
+static void route(const Arg *a, int part, int parts) {
+    int64_t experts = a[5].i, count = a[6].i, from, to;
+    const float *bias = a[1].p;
+    share(a[4].i, part, parts, &from, &to);
+    for (int64_t i = from; i < to; i++) {
+        const float *x = (const float *)a[0].p + i * experts;
+        float *score = (float *)a[8].p + i * 2 * experts, *ranked = score + experts, sum = 0;
+        if (a[7].i == 0) {
+            for (int64_t j = 0; j < experts; j++) score[j] = 1.0f / (1.0f + exp_(-x[j]));
+        } else {
+            float most = x[0];
+            for (int64_t j = 1; j < experts; j++) most = x[j] > most ? x[j] : most;
+            for (int64_t j = 0; j < experts; j++) score[j] = exp_(x[j] - most);
+            for (int64_t j = 0; j < experts; j++) sum += score[j];
+            for (int64_t j = 0; j < experts; j++) score[j] /= sum;
+        }
+        for (int64_t j = 0; j < experts; j++) ranked[j] = bias ? score[j] + bias[j] : score[j];
+        int64_t *chosen = (int64_t *)a[2].p + i * count;
+        float *weights = (float *)a[3].p + i * count, total = 0;
+        for (int64_t r = 0; r < count; r++) {
+            int64_t best = 0;
+            for (int64_t j = 1; j < experts; j++)
+                if (ranked[j] > ranked[best]) best = j;
+            chosen[r] = best;
+            weights[r] = score[best];
+            total += score[best];
+            ranked[best] = -INFINITY;
+        }
+        for (int64_t r = 0; r < count; r++) weights[r] /= total;
+    }
+}
+
+/* One product of the given format (0 fp32, 1 fp16, 2 q8, 3 q4) by one thread; `room` holds a quantised x. */
+INLINE void product(int64_t format, const void *w, const void *scales, const float *x, float *out, int64_t M, int64_t N,
+                    int64_t K, char *room) {
+    if (format <= 1) {
+        Arg c[8] = {{.p = (void *)w}, {.p = (void *)x}, {.p = out}, {.i = M}, {.i = N}, {.i = K}, {.i = K}, {.i = N}};
+        (format ? linear_fp16 : linear_fp32)(c, 0, 1);
+        return;
+    }
+    int64_t Kp = (K + 31) / 32 * 32, groups = Kp / 32;
+    char *q = room, *row_scale = q + M * Kp, *start = row_scale + M * groups * 4;
+    Arg b[9] = {{.p = (void *)x}, {.p = q},  {.p = row_scale}, {.p = start},              {.i = M},
+                {.i = K},         {.i = Kp}, {.i = K},         {.i = format == 2 ? 8 : 4}};
+    quantize(b, 0, 1);
+    Arg c[10] = {{.p = (void *)w}, {.p = (void *)scales}, {.p = q}, {.p = row_scale}, {.p = start},
+                 {.p = out},       {.i = M},              {.i = N}, {.i = Kp},        {.i = N}};
+    (format == 2 ? linear_q8 : linear_q4)(c, 0, 1);
+}
+
+/* x [n, h], chosen int64 [n, k], addresses of gate_up [experts][2] and of down [experts][2] (weights, scales), out
+   [n, k, h], n, k, experts, h, inner, limit, kind of gate, format, ldx, scratch, bytes of it for each thread: each row
+   through its own experts; an expert takes all its rows in one product */
+static void experts(const Arg *a, int part, int parts) {
+    int64_t n = a[5].i, k = a[6].i, h = a[8].i, inner = a[9].i;
+    const int64_t *chosen = a[1].p;
+    char *scratch = (char *)a[14].p + part * a[15].i;
+    for (int64_t e = part; e < a[7].i; e += parts) {
+        int64_t *place = (int64_t *)scratch, count = 0;
+        for (int64_t i = 0; i < n * k; i++)
+            if (chosen[i] == e) place[count++] = i;
+        if (!count) continue;
+        float *x = (float *)(place + n), *mixed = x + n * h, *gated = mixed + n * 2 * inner, *y = gated + n * inner;
+        char *room = (char *)(y + n * h);
+        void *const *gate_up = (void *const *)a[2].p + 2 * e, *const *down = (void *const *)a[3].p + 2 * e;
+        for (int64_t i = 0; i < count; i++) memcpy(x + i * h, (float *)a[0].p + place[i] / k * a[13].i, h * 4);
+        product(a[12].i, gate_up[0], gate_up[1], x, mixed, count, 2 * inner, h, room);
+        for (int64_t i = 0; i < count; i++)
+            gate_row(mixed + i * 2 * inner, gated + i * inner, inner, 0, inner, a[11].i, (float)a[10].f);
+        product(a[12].i, down[0], down[1], gated, y, count, h, inner, room);
+        for (int64_t i = 0; i < count; i++) memcpy((float *)a[4].p + place[i] * h, y + i * h, h * 4);
+    }
+}
+
+/* x [n, k, h], weights [n, k], out [n, h], n, k, h: the sum over k in order */
+static void combine(const Arg *a, int part, int parts) {
+    int64_t k = a[4].i, h = a[5].i, from, to;
+    share(a[3].i, part, parts, &from, &to);
+    for (int64_t i = from; i < to; i++) {
+        const float *x = (const float *)a[0].p + i * k * h, *w = (const float *)a[1].p + i * k;
+        float *out = (float *)a[2].p + i * h;
+        for (int64_t j = 0; j < h; j++) out[j] = x[j] * w[0];
+        for (int64_t r = 1; r < k; r++)
+            for (int64_t j = 0; j < h; j++) out[j] = out[j] + x[r * h + j] * w[r];
+    }
+}
+
+/* memory, bytes, out int64 [threads, 8]: reads all of it, to measure how fast that goes */
+static void read_bytes(const Arg *a, int part, int parts) {
+    int64_t from, to;
+    share(a[1].i / 64, part, parts, &from, &to);
+    const int32_t *at = a[0].p;
+    vi sum[4] = {{0}, {0}, {0}, {0}};
+    for (int64_t i = from; i + 4 * W / 16 <= to; i += W / 4)
+        UNROLL for (int p = 0; p < 4; p++) sum[p] += load_ints(at + i * 16 + p * W);
+    vi all = sum[0] + sum[1] + sum[2] + sum[3];
+    int64_t total = 0;
+    for (int l = 0; l < W; l++) total += all[l];
+    ((int64_t *)a[2].p)[part * 8] = total;
+}
+
+const Isa ISA = {ISA_NAME, {
+#define X(number, name) [number] = name,
+                               KERNELS(X)
+#undef X
+                           }};

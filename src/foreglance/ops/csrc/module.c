@@ -1,0 +1,289 @@
+/* The Python module: chooses the instruction set, calls one kernel or a list of them, and keeps the threads.
+
+   Addresses and sizes come from Python as integers and are believed; ops/native.py is the only caller. */
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "fg.h"
+
+#ifndef _WIN32
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <time.h>
+#endif
+
+static const Isa *isa = &isa_portable;
+
+static const Isa *const *usable(void) {
+    static const Isa *found[5];
+    int count = 0;
+#ifdef FG_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+        found[count++] = &isa_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        unsigned eax = 7, ebx, ecx = 1, edx;
+        __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
+        if (eax & 1 << 4) found[count++] = &isa_avxvnni;
+        found[count++] = &isa_avx2;
+    }
+#endif
+    found[count++] = &isa_portable;
+    found[count] = 0;
+    return found;
+}
+
+typedef struct {
+    int64_t kernel;
+    Arg args[MAX_ARGS];
+} Line;
+
+#ifndef _WIN32
+
+static int64_t now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* ---- threads: workers run a list along with the caller, line by line, and stay awake for a while after it ---- */
+
+#define MAX_THREADS 64
+#define SPINS_AWAKE 200000 /* about 0.2 ms, longer than Python needs between two steps of a small model */
+#define SPINS_IN_LINE 4000
+
+static int threads = 1;
+static int started = 1; /* threads that exist, the caller's among them */
+static const Line *lines;
+static int64_t num_lines;
+static atomic_int arrived, sense, sleepers;
+static atomic_long job;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+
+static inline void rest(int *spins, int limit) {
+#ifdef FG_X86
+    __builtin_ia32_pause();
+#endif
+    if (++*spins >= limit) {
+        sched_yield();
+        *spins = 0;
+    }
+}
+
+static void meet(int *own_sense) {
+    int spins = 0;
+    *own_sense = !*own_sense;
+    if (atomic_fetch_add(&arrived, 1) == threads - 1) {
+        atomic_store(&arrived, 0);
+        atomic_store(&sense, *own_sense);
+        return;
+    }
+    while (atomic_load_explicit(&sense, memory_order_acquire) != *own_sense) rest(&spins, SPINS_IN_LINE);
+}
+
+static void run_share(int part, int *own_sense) {
+    for (int64_t i = 0; i < num_lines; i++) {
+        isa->kernels[lines[i].kernel](lines[i].args, part, threads);
+        meet(own_sense);
+    }
+}
+
+static void *work(void *number) {
+    int part = (int)(intptr_t)number;
+    long seen = 0;
+    for (;;) {
+        int spins = 0;
+        long current;
+        while ((current = atomic_load_explicit(&job, memory_order_acquire)) == seen && spins < SPINS_AWAKE) {
+#ifdef FG_X86
+            __builtin_ia32_pause();
+#endif
+            spins++;
+        }
+        if (current == seen) {
+            pthread_mutex_lock(&lock);
+            atomic_fetch_add(&sleepers, 1);
+            while ((current = atomic_load(&job)) == seen) pthread_cond_wait(&wake, &lock);
+            atomic_fetch_sub(&sleepers, 1);
+            pthread_mutex_unlock(&lock);
+        }
+        seen = current;
+        if (part < threads) {
+            int own_sense = atomic_load(&sense);
+            meet(&own_sense); /* everybody has read the sense before the first line ends */
+            run_share(part, &own_sense);
+        }
+    }
+    return 0;
+}
+
+static void run_lines(const Line *list, int64_t count) {
+    if (threads == 1) {
+        for (int64_t i = 0; i < count; i++) isa->kernels[list[i].kernel](list[i].args, 0, 1);
+        return;
+    }
+    lines = list;
+    num_lines = count;
+    int own_sense = atomic_load(&sense);
+    atomic_fetch_add(&job, 1);
+    if (atomic_load(&sleepers)) {
+        pthread_mutex_lock(&lock);
+        pthread_cond_broadcast(&wake);
+        pthread_mutex_unlock(&lock);
+    }
+    meet(&own_sense);
+    run_share(0, &own_sense);
+}
+
+static int start_threads(int wanted) {
+    while (started < wanted) {
+        pthread_t thread;
+        if (pthread_create(&thread, 0, work, (void *)(intptr_t)started)) return -1;
+        pthread_detach(thread);
+        started++;
+    }
+    threads = wanted;
+    return 0;
+}
+
+#else
+
+#define MAX_THREADS 1
+static int threads = 1;
+static int64_t now(void) { return 0; }
+static void run_lines(const Line *list, int64_t count) {
+    for (int64_t i = 0; i < count; i++) isa->kernels[list[i].kernel](list[i].args, 0, 1);
+}
+static int start_threads(int wanted) { return wanted == 1 ? 0 : -1; }
+
+#endif
+
+/* ---- Python ---- */
+
+static int cell(PyObject *value, Arg *out) {
+    if (PyFloat_Check(value)) {
+        out->f = PyFloat_AsDouble(value);
+        return 0;
+    }
+    out->i = PyLong_AsLongLong(value);
+    return out->i == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *py_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Line line;
+    (void)self;
+    if (count < 1 || count > MAX_ARGS + 1) {
+        PyErr_SetString(PyExc_TypeError, "call(kernel, at most 24 arguments)");
+        return 0;
+    }
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (cell(args[i], i ? &line.args[i - 1] : (Arg *)&line.kernel)) return 0;
+    if (line.kernel < 0 || line.kernel >= NUM_KERNELS) {
+        PyErr_SetString(PyExc_ValueError, "no such kernel");
+        return 0;
+    }
+    Py_BEGIN_ALLOW_THREADS run_lines(&line, 1);
+    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+}
+
+static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Arg address, number;
+    (void)self;
+    if (count != 2 || cell(args[0], &address) || cell(args[1], &number)) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "run(address of lines, number of lines)");
+        return 0;
+    }
+    Py_BEGIN_ALLOW_THREADS run_lines(address.p, number.i);
+    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+}
+
+static PyObject *py_time(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Arg address, number, spent;
+    (void)self;
+    if (count != 3 || cell(args[0], &address) || cell(args[1], &number) || cell(args[2], &spent)) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "time(address of lines, number, address of times)");
+        return 0;
+    }
+    const Line *list = address.p;
+    for (int64_t i = 0; i < number.i; i++) {
+        int64_t began = now();
+        run_lines(list + i, 1);
+        ((int64_t *)spent.p)[i] += now() - began;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_threads(PyObject *self, PyObject *wanted) {
+    long number = PyLong_AsLong(wanted);
+    (void)self;
+    if (number == -1 && PyErr_Occurred()) return 0;
+    if (number < 1) number = 1;
+    if (number > MAX_THREADS) number = MAX_THREADS;
+    if (number != threads && start_threads((int)number)) {
+        PyErr_SetString(PyExc_OSError, "no more threads can be started");
+        return 0;
+    }
+    return PyLong_FromLong(threads);
+}
+
+static PyObject *py_use(PyObject *self, PyObject *name) {
+    (void)self;
+    for (const Isa *const *one = usable(); *one; one++) {
+        PyObject *own = PyUnicode_FromString((*one)->name);
+        int same = own && PyUnicode_Compare(own, name) == 0;
+        Py_XDECREF(own);
+        if (same) {
+            isa = *one;
+            Py_RETURN_NONE;
+        }
+    }
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this processor has no such instruction set");
+    return 0;
+}
+
+static PyObject *py_usable(PyObject *self, PyObject *none) {
+    (void)self;
+    (void)none;
+    PyObject *list = PyList_New(0);
+    for (const Isa *const *one = usable(); list && *one; one++) {
+        PyObject *name = PyUnicode_FromString((*one)->name);
+        if (!name || PyList_Append(list, name)) Py_CLEAR(list);
+        Py_XDECREF(name);
+    }
+    return list;
+}
+
+static PyObject *py_using(PyObject *self, PyObject *none) {
+    (void)self;
+    (void)none;
+    return PyUnicode_FromString(isa->name);
+}
+
+static PyMethodDef methods[] = {
+    {"call", (PyCFunction)(void (*)(void))py_call, METH_FASTCALL, "call(kernel, *arguments): one kernel."},
+    {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL, "run(address, count): a list of kernels."},
+    {"time", (PyCFunction)(void (*)(void))py_time, METH_FASTCALL,
+     "time(address, count, times): a list of kernels; adds nanoseconds per line to int64 times."},
+    {"threads", py_threads, METH_O, "threads(wanted): how many threads run a kernel from now on."},
+    {"use", py_use, METH_O, "use(name): the instruction set from now on."},
+    {"usable", py_usable, METH_NOARGS, "usable(): instruction sets of this processor, the best first."},
+    {"using", py_using, METH_NOARGS, "using(): the instruction set in use."},
+    {0, 0, 0, 0},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", "Kernels of foreglance; see ops/native.py.", -1,
+                                    methods, 0, 0, 0, 0};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    PyObject *self = PyModule_Create(&module);
+    if (!self) return 0;
+    isa = usable()[0];
+#define X(number, name) PyModule_AddIntConstant(self, #name, number);
+    KERNELS(X)
+#undef X
+    return self;
+}

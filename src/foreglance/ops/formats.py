@@ -1,0 +1,105 @@
+"""Weights in the formats that the native kernels read: fp32 and fp16 as they are, q8 and q4 in groups of 32 inputs.
+
+Outputs lie in blocks of 16, so that a vector holds one input's weights of 16 outputs; rows and columns are padded with
+zeros. A quantised group shares a scale in half precision; the layouts are described in csrc/kernels.h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+BLOCK = 16
+HALF_MAX = 65504.0
+FORMATS = ("fp32", "fp16", "q8", "q4")
+BITS = {"fp32": 32.0, "fp16": 16.0, "q8": 8.5, "q4": 4.5}  # of one weight, scales included
+_Q4_TRIES = 6
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A weight [out, in] in groups: `values` int8 [out, groups * 32] (within 127 for q8, -8 to 7 for q4), padded with
+    zeros, and `scales` float16 [out, groups]."""
+
+    bits: int
+    shape: tuple[int, int]
+    values: Tensor
+    scales: Tensor
+
+    def restored(self) -> Tensor:
+        """float32 [out, in]."""
+        num_out, num_in = self.shape
+        groups = self.values.view(num_out, -1, GROUP).float() * self.scales.float().unsqueeze(-1)
+        return groups.view(num_out, -1)[:, :num_in]
+
+
+def quantise(weight: Tensor, bits: int) -> Quantised:
+    """weight [out, in] of any float type. 8 bits: the largest of a group becomes 127. 4 bits: the scale with the least
+    squared error of a few, since the largest one's own place may cost the others more."""
+    num_out, num_in = weight.shape
+    pieces = [_quantised_rows(rows.float(), bits) for rows in weight.split(max(1, (1 << 24) // num_in))]
+    values, scales = (torch.cat(part) for part in zip(*pieces, strict=True))
+    return Quantised(bits, (num_out, num_in), values, scales)
+
+
+def _quantised_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    num_out, num_in = weight.shape
+    groups = torch.nn.functional.pad(weight, (0, -num_in % GROUP)).view(num_out, -1, GROUP)
+    most = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # with its sign
+    if bits == 8:
+        scales = _half(most.abs() / 127)
+        values = _rounded(groups, scales, -127, 127)
+    else:
+        scales, values = _best_of(groups, most)
+    return values.to(torch.int8).view(num_out, -1), scales.squeeze(-1)
+
+
+def _best_of(groups: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest value becomes -8 to -6.75, as far as the others gain by it."""
+    best: tuple[Tensor, Tensor] | None = None
+    least = torch.full_like(most, float("inf"))
+    for step in range(_Q4_TRIES):
+        scales = _half(most / (-8 + step / 4))
+        values = _rounded(groups, scales, -8, 7)
+        error = (groups - values * scales.float()).square().sum(-1, keepdim=True)
+        if best is None:
+            best, least = (scales, values), error
+            continue
+        better = error < least
+        best = torch.where(better, scales, best[0]), torch.where(better, values, best[1])
+        least = torch.where(better, error, least)
+    assert best is not None
+    return best
+
+
+def _half(scales: Tensor) -> Tensor:
+    return scales.clamp(-HALF_MAX, HALF_MAX).half()
+
+
+def _rounded(groups: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
+    wide = scales.float()
+    return torch.where(wide == 0, 0.0, (groups / wide).round()).nan_to_num(0.0).clamp(low, high)
+
+
+def blocked(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight [out, in] -> [out / 16, in, 16]."""
+    num_out, num_in = weight.shape
+    rows = torch.nn.functional.pad(weight.to(dtype), (0, 0, 0, -num_out % BLOCK))
+    return rows.view(-1, BLOCK, num_in).transpose(1, 2).contiguous()
+
+
+def blocked_groups(weight: Quantised) -> tuple[Tensor, Tensor]:
+    """-> bytes [out / 16, groups, 8 (q8) or 4 (q4), 16, 4] and scales [out / 16, groups, 16]."""
+    missing = -weight.shape[0] % BLOCK
+    values = torch.nn.functional.pad(weight.values, (0, 0, 0, missing))
+    scales = torch.nn.functional.pad(weight.scales, (0, 0, 0, missing))
+    quads = values.view(-1, BLOCK, scales.shape[1], GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+    if weight.bits == 8:
+        data = (quads.to(torch.int16) + 128).to(torch.uint8)
+    else:
+        low, high = (quads.to(torch.int16) + 8).to(torch.uint8).split(4, 2)
+        data = low | (high << 4)
+    return data.contiguous(), scales.view(-1, BLOCK, scales.shape[1]).transpose(1, 2).contiguous()

@@ -1,0 +1,161 @@
+"""Native kernels: right next to their torch twins; a row has the same bits in any batch and on any number of threads."""
+
+import pytest
+import torch
+
+from foreglance.ops.formats import FORMATS, quantise
+from foreglance.ops.linear import PATHS
+from foreglance.ops.native import NativeOps, native_module
+from foreglance.ops.torch_ops import TorchOps
+
+native = native_module()
+pytestmark = pytest.mark.skipif(native is None, reason="the package was installed without a compiler")
+SETS = native.usable() if native is not None else []
+WIDTHS = (1, 3, 16, 40, 64, 100, 192)
+
+
+def twin(weights):
+    """The torch path that computes the same thing: the last one of its format."""
+    return TorchOps([path for path in PATHS if path.weights == weights][-1])
+
+
+@pytest.fixture(params=SETS)
+def instructions(request):
+    native.use(request.param)
+    yield request.param
+    native.use(SETS[0])
+
+
+@pytest.fixture(params=(1, 2))
+def threads(request):
+    native.threads(request.param)
+    yield request.param
+    native.threads(1)
+
+
+def rows(n, width, seed=0):
+    """Rows of very different size."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, width, generator=generator) * torch.logspace(-3, 2, n).unsqueeze(-1)
+
+
+def close(got, want, tolerance=1e-5):
+    """Within `tolerance` of the largest value of a row."""
+    got, want = got.reshape(len(want), -1), want.reshape(len(want), -1)
+    most = want.abs().amax(-1, keepdim=True).clamp(min=1e-20)
+    assert got.shape == want.shape
+    assert ((got - want).abs() / most).max() < tolerance
+
+
+def same_bits(function, n=20):
+    """`function` of a range of rows gives what the rows give alone."""
+    whole = function(slice(0, n))
+    for start, stop in [(i, i + 1) for i in range(n)] + [(0, m) for m in range(2, 17)] + [(n - 5, n)]:
+        assert torch.equal(function(slice(start, stop)), whole[start:stop]), (start, stop)
+    return whole
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("shape", [(16, 32), (96, 64), (250, 1001), (5, 7), (130, 520)])
+def test_products_are_those_of_the_twin(instructions, threads, weights, shape):
+    ops, other = NativeOps(twin(weights), weights), twin(weights)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) / shape[1] ** 0.5
+    weight[: shape[0] // 3] *= 30  # scales are each group's own
+    packed, x = ops.pack_linear(weight), rows(20, shape[1] + 3)[:, 1:-2]  # rows that lie apart in memory
+    got = same_bits(lambda at: ops.linear(x[at], packed, [(0, at.stop - at.start)]))
+    want = other.linear(x, other.pack_linear(weight), [(0, len(x))])
+    close(got, want)
+
+
+@pytest.mark.parametrize("bits, most", [(8, 0.008), (4, 0.095)])
+def test_quantising_costs_what_its_bits_allow(bits, most):
+    weight = torch.randn(64, 100, generator=torch.Generator().manual_seed(2))
+    weight[3, :32] = 0
+    weight[4, 5] = 1e-9
+    restored = quantise(weight, bits).restored()
+    assert (restored - weight).norm() / weight.norm() < most
+    assert not restored[3, :32].any()
+
+
+def test_weights_that_are_quantised_already_are_taken_as_they_are():
+    weight = quantise(torch.randn(48, 64, generator=torch.Generator().manual_seed(3)), 8)
+    x = rows(4, 64)
+    for weights in FORMATS[:3]:
+        ops = NativeOps(twin(weights), weights)
+        close(ops.linear(x, ops.pack_linear(weight), [(0, 4)]), x @ weight.restored().t(), 0.02)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_row_operations_are_those_of_the_twin(instructions, threads, width):
+    ops, other = NativeOps(twin("fp32"), "fp32"), twin("fp32")
+    generator = torch.Generator().manual_seed(4)
+    weight, x = torch.randn(width, generator=generator), rows(20, 2 * width)
+    left, right = x[:, :width], x[:, width:]
+    cases = {
+        "rms_norm": lambda o, at: o.rms_norm(left[at], weight, 1e-6),
+        "gated_rms_norm": lambda o, at: o.gated_rms_norm(left[at], right[at], weight, 1e-6),
+        "silu_mul": lambda o, at: o.silu_mul(x[at]),
+        "limited silu_mul": lambda o, at: o.silu_mul(x[at], 1.5),
+        "gelu_mul": lambda o, at: o.gelu_mul(x[at]),
+        "sigmoid_mul": lambda o, at: o.sigmoid_mul(left[at], right[at]),
+        "softcap": lambda o, at: o.softcap(left[at], 30.0),
+        "l2_norm": lambda o, at: o.l2_norm(left[at], 1e-6),
+        "log decay": lambda o, at: o.delta_gates(left[at], right[at], weight, weight)[0],
+        "beta": lambda o, at: o.delta_gates(left[at], right[at], weight, weight)[1],
+        "route": lambda o, at: o.route(left[at] / 10, weight, min(2, width), "sigmoid")[1],
+        "route by softmax": lambda o, at: o.route(left[at] / 10, None, min(2, width), "softmax")[1],
+    }
+    for case in cases.values():
+        got = same_bits(lambda at, case=case: case(ops, at))
+        close(got, case(other, slice(0, 20)))
+
+
+def test_heads_have_weights_gates_and_angles_of_their_own(instructions, threads):
+    ops, other = NativeOps(twin("fp32"), "fp32"), twin("fp32")
+    x, weight = rows(20, 6 * 24).view(20, 6, 24), rows(6, 24, 1)
+    gate, angle = rows(20, 6, 2), rows(20, 8, 3)
+    cases = [
+        lambda o, at: o.rms_norm(x[at, 1:], weight[1:], 1e-6),
+        lambda o, at: o.sigmoid_mul(x[at], gate[at].unsqueeze(-1)),
+        lambda o, at: o.rotary(x[at, :4], angle[at].cos(), angle[at].sin()),
+    ]
+    for case in cases:
+        close(same_bits(lambda at, case=case: case(ops, at)), case(other, slice(0, 20)))
+
+
+@pytest.mark.parametrize("kind", (torch.float32, torch.float16, torch.bfloat16))
+def test_embeddings_are_exact(instructions, threads, kind):
+    ops, table = NativeOps(twin("fp32"), "fp32"), rows(50, 33).to(kind)
+    table[0, :3] = torch.tensor([6e-8, -0.0, float("inf")]).to(kind)
+    ids = torch.tensor([0, 49, 7, 7])
+    assert torch.equal(ops.embedding(table, ids), table[ids].float())
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_experts_are_those_of_the_twin(instructions, threads, weights):
+    ops, other = NativeOps(twin(weights), weights), twin(weights)
+    generator = torch.Generator().manual_seed(6)
+    gate_up = [torch.randn(2 * 40, 64, generator=generator) / 8 for _ in range(4)]
+    down = [torch.randn(64, 40, generator=generator) / 6 for _ in range(4)]
+    x = rows(20, 64)
+    chosen, weights_of = other.route(torch.randn(20, 4, generator=generator), None, 2, "softmax")
+
+    def mixture(o, at, gate):
+        packed = [[o.pack_linear(w) for w in side] for side in (gate_up, down)]
+        return o.experts(x[at], chosen[at], weights_of[at], *packed, 3.0, [(0, at.stop - at.start)], gate)
+
+    for gate in ("silu", "gelu"):
+        got = same_bits(lambda at, gate=gate: mixture(ops, at, gate))
+        close(got, mixture(other, slice(0, 20), gate), 2e-2 if weights in ("q8", "q4") else 1e-5)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    ops = NativeOps(twin("fp32"), "fp32")
+    weight, x = ops.pack_linear(rows(300, 512, 7)), rows(9, 512)
+    outs = []
+    for count in (1, 2, 3):
+        native.threads(count)
+        outs.append((ops.linear(x, weight, []), ops.rms_norm(x, x[0], 1e-6)))
+    native.threads(1)
+    for out in outs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(out, outs[0], strict=True))
