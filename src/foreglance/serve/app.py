@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +62,7 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
     app.state.host = host
     app.include_router(openai_router(host))
     app.include_router(other_router(host))
-    _answer_errors(app, host)
-    page_files = ["/" + path.relative_to(PAGE).as_posix() for path in PAGE.rglob("*") if path.is_file()]
+    answer_errors(app, host.metrics.refused)
 
     @app.get(EXAMPLE, include_in_schema=False)
     async def example() -> FileResponse:
@@ -70,6 +70,13 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
         return FileResponse(ASSETS / "scene.png")
 
     app.mount("/", StaticFiles(directory=PAGE, html=True))
+    guard(app, settings)
+    return app
+
+
+def guard(app: FastAPI, settings: ServerSettings) -> None:
+    """Put what every request passes first around an application."""
+    page_files = ["/" + path.relative_to(PAGE).as_posix() for path in PAGE.rglob("*") if path.is_file()]
     app.add_middleware(Guard, settings=settings, open_paths=(*OPEN_PATHS, *page_files))
     if settings.cors_origins:  # outermost, so that a page can read refusals too
         app.add_middleware(
@@ -78,12 +85,13 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"],
         )
-    return app
 
 
-def _answer_errors(app: FastAPI, host: Host) -> None:
+def answer_errors(app: FastAPI, note: Callable[[int], None]) -> None:
+    """Answer whatever a route raises in OpenAI's shape. `note` is told the status."""
+
     def answer(error: ApiError) -> Response:
-        host.metrics.refused(error.status)
+        note(error.status)
         return Json(error.body(), error.status, error.headers)
 
     @app.exception_handler(ApiError)
