@@ -30,6 +30,11 @@ def chat_job(body: ChatBody, around: Surroundings) -> Job:
     return Job(requests_of([request_of(body, around)], n), n, bool(body.stream), ChatReply(body, around, n))
 
 
+def chat_names(body: ChatBody) -> dict[str, str]:
+    """What fields of `request` are called in this body."""
+    return {"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {}
+
+
 def request_of(body: ChatBody, around: Surroundings) -> Request:
     _check_together(body)
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens

@@ -120,6 +120,11 @@ class Dispatch:
     def took(self, seconds: float) -> None:
         self._load.seconds += (seconds - self._load.seconds) / 8
 
+    @property
+    def num_open(self) -> int:
+        """Requests that were taken and have not ended, wherever they are."""
+        return self._load.open
+
     def stop_taking(self) -> None:
         """Refuse new requests: the server is told to stop."""
         self._stopping = True
@@ -134,6 +139,10 @@ class Dispatch:
         if self._stopping:
             raise ApiError(503, "the server is stopping", code="stopping", headers={"Retry-After": "5"})
         room = self._slots + self._settings.queue
+        if count > room:
+            raise ApiError(
+                400, f"n: {count} answers are more than the {room} that have room here", param="n", code="invalid_value"
+            )
         if self._load.open + count > room:
             wait = max(1, min(60, math.ceil(self._load.seconds * self._load.open / self._slots / 2)))
             raise ApiError(

@@ -75,10 +75,7 @@ def refused(param: str | None, message: str, code: str = "invalid_value") -> Api
 def from_request_error(error: RequestError, names: Mapping[str, str] | None = None) -> ApiError:
     """A request that the engine refuses. `names` are those of the endpoint, where they differ from `WIRE_NAMES`."""
     param = (WIRE_NAMES | dict(names or {})).get(error.param, error.param)
-    message = str(error)
-    if error.param is not None and param != error.param:
-        message = f"{param}: {message.removeprefix(f'{error.param}: ')}"
-    return ApiError(400, message, param=param, code=error.code)
+    return refused(param, str(error).removeprefix(f"{error.param}: "), error.code)
 
 
 def from_validation(

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from foreglance import __version__
 from foreglance.request import MAX_DEPTH
-from foreglance.serve.chat import chat_job, request_of
+from foreglance.serve.chat import chat_job, chat_names, request_of
 from foreglance.serve.completions import completion_job
 from foreglance.serve.errors import ApiError
 from foreglance.serve.explain import describe
@@ -35,7 +35,7 @@ def openai_router(host: Host) -> APIRouter:
 
     @router.post("/chat/completions")
     async def chat_completions(http: Request, body: ChatBody) -> Response:
-        return await host.answer(http, body, chat_job, {}, ("messages", body.messages))
+        return await host.answer(http, body, chat_job, chat_names(body), ("messages", body.messages))
 
     @router.post("/completions")
     async def completions(http: Request, body: CompletionBody) -> Response:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from foreglance.request import DRAFT_KINDS, IMAGE_POLICIES, MAX_DEPTH, MAX_LOGPROBS
 
@@ -33,6 +33,19 @@ UNSUPPORTED = {
     "cache_prompt": "a finished conversation is always reused",
     "id_slot": "any free slot is used",
 }
+
+
+def _whole(text: str) -> str:
+    """Half a surrogate pair, which JSON can spell, is no text."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("must be valid Unicode") from None
+    return text
+
+
+String = Annotated[str, AfterValidator(_whole)]
 
 
 class Body(BaseModel):
@@ -79,7 +92,7 @@ class StreamOptions(Body):
 class SamplingBody(Body):
     """What all endpoints that generate share."""
 
-    model: str | None = None
+    model: String | None = None
     temperature: float | None = Field(None, description="0 is greedy; default 1.")
     top_p: float | None = None
     top_k: int | None = Field(None, description="0 is off.")
@@ -89,7 +102,7 @@ class SamplingBody(Body):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = Field(None, description="Token ids to what is added to their logits.")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(None, description="Default: drawn at random.")
-    stop: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: Annotated[String, Field(min_length=1)] | Annotated[list[String], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     speculative: Speculative | None = None
@@ -106,11 +119,11 @@ class ChoicesBody(SamplingBody):
 
 class TextPart(Body):
     type: Literal["text"]
-    text: str
+    text: String
 
 
 class ImageUrl(Body):
-    url: str = Field(description="A data URL; http(s) only if the server fetches remote images.")
+    url: String = Field(description="A data URL; http(s) only if the server fetches remote images.")
     detail: Literal["auto"] | None = None
 
 
@@ -120,12 +133,12 @@ class ImagePart(Body):
 
 
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
-Content = str | list[Part]
+Content = String | list[Part]
 
 
 class SystemMessage(Body):
     role: Literal["system", "developer"]
-    content: str | list[TextPart]
+    content: String | list[TextPart]
 
 
 class UserMessage(Body):
@@ -135,7 +148,7 @@ class UserMessage(Body):
 
 class AssistantMessage(Body):
     role: Literal["assistant"]
-    content: str | list[TextPart]
+    content: String | list[TextPart]
 
 
 ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage, Field(discriminator="role")]
@@ -150,18 +163,18 @@ class ChatBody(ChoicesBody):
 
 
 class CompletionBody(ChoicesBody):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: String | list[String] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class InputText(Body):
     type: Literal["input_text"]
-    text: str
+    text: String
 
 
 class InputImage(Body):
     type: Literal["input_image"]
-    image_url: str = Field(description="A data URL; http(s) only if the server fetches remote images.")
+    image_url: String = Field(description="A data URL; http(s) only if the server fetches remote images.")
     detail: Literal["auto"] | None = None
 
 
@@ -169,7 +182,7 @@ class OutputText(Body):
     """A piece of an earlier answer, as it was given; annotations and log-probabilities are not read."""
 
     type: Literal["output_text"]
-    text: str
+    text: String
     annotations: list[dict] | None = None
     logprobs: list[dict] | None = None
 
@@ -182,9 +195,9 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputPart]
-    id: str | None = None
-    status: str | None = None
+    content: String | list[InputPart]
+    id: String | None = None
+    status: String | None = None
 
 
 class TextFormat(Body):
@@ -196,10 +209,10 @@ class TextOptions(Body):
 
 
 class ResponseBody(SamplingBody):
-    input: str | Annotated[list[InputMessage], Field(min_length=1)]
-    instructions: str | None = Field(None, description="A system message in front of the input.")
+    input: String | Annotated[list[InputMessage], Field(min_length=1)]
+    instructions: String | None = Field(None, description="A system message in front of the input.")
     max_output_tokens: int | None = None
-    metadata: dict[str, str] | None = Field(None, description="Given back with the answer.")
+    metadata: dict[String, String] | None = Field(None, description="Given back with the answer.")
     store: Literal[False] | None = None
     text: TextOptions | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -207,7 +220,7 @@ class ResponseBody(SamplingBody):
 
 
 class TokenizeBody(Body):
-    content: str
+    content: String
     add_special: bool | None = Field(None, description="Also the tokens that are put around any text.")
     with_pieces: bool | None = Field(None, description="Also the text of each token.")
 

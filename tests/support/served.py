@@ -1,0 +1,112 @@
+"""A real server on loopback in a thread, with its engine in reach, and clients for it."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import openai
+
+import foreglance
+from foreglance import Engine
+from foreglance.serve.app import create_app
+from foreglance.serve.host import Host
+from foreglance.serve.run import Server, bind
+from foreglance.serve.settings import ServerSettings
+
+SCENE = Path(foreglance.__file__).parent / "assets" / "scene.png"
+MODEL = "tiny-qwen"
+PATIENCE = 60.0  # seconds until a test gives up; a busy machine is slow
+
+
+@dataclass
+class Served:
+    """A running server. `gate` holds the engine between two steps while it is closed; `steps` counts them."""
+
+    engine: Engine
+    url: str
+    host: Host
+    gate: threading.Event
+    server: Server
+    steps: itertools.count
+
+    def openai(self, **options) -> openai.OpenAI:
+        return openai.OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "any", "max_retries": 0, **options})
+
+    def http(self, **options) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=PATIENCE, **options)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No step is made meanwhile."""
+        self.gate.clear()
+        try:
+            yield
+        finally:
+            self.gate.set()
+
+    def settle(self) -> None:
+        """Wait until nothing runs; then no store may hold a row."""
+        until(lambda: self.engine.is_idle and self.host.dispatch.num_open == 0, "the engine is idle")
+        self.host.worker.ask(lambda engine: engine.check()).result(PATIENCE)
+
+
+@contextmanager
+def serving(engine: Engine, settings: ServerSettings | None = None, grace: float = 1.0) -> Iterator[Served]:
+    """A server over an engine that no other server uses meanwhile; several may exist."""
+    gate, step, steps = threading.Event(), engine.step, itertools.count()
+    gate.set()
+
+    def gated():
+        gate.wait(PATIENCE)
+        next(steps)
+        return step()
+
+    engine.step = gated
+    bound, ready = bind("127.0.0.1", 0), threading.Event()
+    app = create_app(engine, settings)
+    server = Server(app, grace, ready.set)
+    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+    thread.start()
+    assert ready.wait(PATIENCE), "the server did not start"
+    try:
+        yield Served(engine, f"http://127.0.0.1:{bound.getsockname()[1]}", app.state.host, gate, server, steps)
+    finally:
+        gate.set()
+        server.should_exit = True
+        thread.join(PATIENCE)
+        engine.step = step
+
+
+def until(condition, words: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {words}"
+        time.sleep(0.005)
+
+
+def data_url(picture: bytes | Path = SCENE, kind: str = "image/png") -> str:
+    encoded = picture if isinstance(picture, bytes) else picture.read_bytes()
+    return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
+
+
+def user(text: str, images: Sequence[str] = ()) -> dict:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def raw_request(url: str, body: bytes, path: str = "/v1/chat/completions") -> socket.socket:
+    """A request on a socket of its own, so that a test can leave whenever it likes."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), PATIENCE)
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
