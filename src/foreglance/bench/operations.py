@@ -16,6 +16,7 @@ from foreglance.engine import Engine
 from foreglance.models.base import ChainedHead, DraftHead, HeadSpec, Target
 from foreglance.ops.base import Ops
 from foreglance.request import Request
+from foreglance.settings import Settings
 
 OPERATIONS = (
     "linear", "embedding", "rms_norm", "gated_rms_norm", "silu_mul", "gelu_mul", "sigmoid_mul", "rotary",
@@ -106,10 +107,10 @@ class Line:
     share: float
 
 
-def measure(model: str, request: Request, rounds: int = 3) -> list[Line]:
+def measure(model: str, request: Request, rounds: int = 3, settings: Settings | None = None) -> list[Line]:
     """Decode `request` a few times after a warm-up and divide by the number of steps; prompt work is left out."""
     clock = Clock()
-    engine = Engine.load(model, instrument=lambda ops: TimedOps(ops, clock))
+    engine = Engine.load(model, settings, instrument=lambda ops: TimedOps(ops, clock))
     head = engine.target.head
     timed_head = _timed_head(head, clock) if head is not None else None
     engine = engine.with_target(TimedModel(engine.target, clock, "target", timed_head))

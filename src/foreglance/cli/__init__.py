@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from foreglance import __version__
-from foreglance.cli import bench, chat, demo, explain, generate, models, serve
+from foreglance.cli import bench, bench_speed, chat, demo, explain, generate, models, serve
 from foreglance.cli.show import print_json, to_stderr
 from foreglance.request import RequestError
 
@@ -69,6 +69,8 @@ def _root(
 
 for command in (demo.demo, generate.generate, chat.chat, explain.explain, models.models, serve.serve):
     app.command()(command)
+for command in (bench_speed.make_checkpoint, bench_speed.speed, bench_speed.peers, bench_speed.quality):
+    bench.app.command()(command)
 app.add_typer(bench.app, name="bench")
 
 

@@ -15,6 +15,8 @@ from foreglance.cli.options import ModelOptions
 from foreglance.cli.running import load_engine
 from foreglance.cli.show import print_json, to_stderr
 
+WIDE = 200  # columns of a table that goes into a file
+
 app = typer.Typer(help="Measure acceptance, exactness and speed on this machine.", no_args_is_help=True)
 
 Model = Annotated[str, typer.Option("--model", help="Embedded model, folder or hub name.")]
@@ -23,7 +25,7 @@ Weights = Annotated[str, typer.Option(help="auto, fp32 or fp16.")]
 
 
 @contextmanager
-def _bar(text: str, total: int) -> Iterator:
+def progress_bar(text: str, total: int) -> Iterator:
     """A progress bar on stderr; -> a function of (done, of)."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -40,13 +42,16 @@ def _engine(model: str, weights: str, slots: int = 1, second: str | None = None)
     return load_engine(options, options.settings(slots=slots, prefix_slots=0), second=second)
 
 
-def _print(made: object, as_json: bool, body: dict) -> None:
+def show(made: object, as_json: bool, body: dict) -> None:
     from rich.console import Console
 
     if as_json:
         print_json(body)
-    else:
-        Console().print(made)
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDE)
+    console.print(made)
 
 
 @app.command()
@@ -91,12 +96,12 @@ def acceptance(
         made = image_cases if kind == "image" else text_cases
         cases = made(prompts) if given is None else [case for case in given if case.kind == kind]
         if cases:
-            with _bar(f"{kind} prompts", len(cases) * len(wanted)) as progress:
+            with progress_bar(f"{kind} prompts", len(cases) * len(wanted)) as progress:
                 rows += bench.measure(engine, cases, wanted, max_tokens, content_tokens(engine), progress)
     if figure is not None:
         to_stderr(f"wrote {', '.join(map(str, draw(rows, figure)))}")
     body = {"machine": machine(), "max_tokens": max_tokens, "results": [row.as_json() for row in rows]}
-    _print(_acceptance_table(rows), as_json, body)
+    show(_acceptance_table(rows), as_json, body)
 
 
 def _acceptance_table(rows: list) -> object:
@@ -135,10 +140,10 @@ def exactness(
     from foreglance.bench.report import table
 
     engine = _engine(model, weights, slots)
-    with _bar("tokens compared", tokens) as progress:
+    with progress_bar("tokens compared", tokens) as progress:
         report = bench.run(engine, tokens, seed, progress=progress)
     row = (model, report.tokens, report.differing, report.rounds, report.accepted)
-    _print(
+    show(
         table("Exactness", ("model", "tokens", "differing", "rounds", "accepted drafts"), [row]),
         as_json,
         asdict(report),
@@ -166,11 +171,11 @@ def holes(
     engine = _engine(model, weights)
     past = talk_before(before, text_cases(before))
     cases = [Case(case.kind, (*past, *case.messages)) for case in image_cases(prompts, images)]
-    with _bar("variants", len(cases) * len(bench.VARIANTS)) as progress:
+    with progress_bar("variants", len(cases) * len(bench.VARIANTS)) as progress:
         rows = bench.measure(engine, cases, depth, progress=progress)
     cells = [(row.variant, _with_interval(row.acceptance), _with_interval(row.tokens_per_step)) for row in rows]
     made = table("Holes", ("draft rows of the image", "acceptance at depth 1", "tokens/step"), cells)
-    _print(
+    show(
         made, as_json, {"machine": machine(), "images": images, "before": before, "results": [asdict(r) for r in rows]}
     )
 
@@ -199,4 +204,4 @@ def operations(
     lines = bench.measure(model, request)
     cells = [(x.scope, x.operation, f"{x.calls:.1f}", f"{x.microseconds:.0f}", f"{x.share:.1%}") for x in lines]
     made = table("Time of a decode step", ("in", "operation", "calls", "µs", "share"), cells)
-    _print(made, as_json, {"machine": machine(), "draft": draft, "depth": depth, "lines": [asdict(x) for x in lines]})
+    show(made, as_json, {"machine": machine(), "draft": draft, "depth": depth, "lines": [asdict(x) for x in lines]})
