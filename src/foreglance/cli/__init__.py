@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from foreglance import __version__
-from foreglance.cli import bench, bench_speed, chat, demo, explain, generate, models, serve
+from foreglance.cli import bench, bench_speed, chat, demo, explain, export, generate, models, serve
 from foreglance.cli.show import print_json, to_stderr
 from foreglance.request import RequestError
 
@@ -67,7 +67,15 @@ def _root(
     pass
 
 
-for command in (demo.demo, generate.generate, chat.chat, explain.explain, models.models, serve.serve):
+for command in (
+    demo.demo,
+    generate.generate,
+    chat.chat,
+    explain.explain,
+    models.models,
+    serve.serve,
+    export.export_gguf,
+):
     app.command()(command)
 for command in (bench_speed.make_checkpoint, bench_speed.speed, bench_speed.peers, bench_speed.quality):
     bench.app.command()(command)

@@ -67,9 +67,13 @@ class JsonOption:
 class ModelOptions(JsonOption):
     """Which model, and how it is laid out."""
 
-    model: Annotated[str, _option("--model", panel=MODEL, help="Embedded model, checkpoint folder or hub name.")] = (
-        DEFAULT_MODEL
-    )
+    model: Annotated[
+        str, _option("--model", panel=MODEL, help="Embedded model, checkpoint folder, GGUF file or hub name.")
+    ] = DEFAULT_MODEL
+    mmproj: Annotated[
+        Path | None,
+        _option("--mmproj", panel=MODEL, help="Vision tower of a GGUF model; default: mmproj*.gguf beside it."),
+    ] = None
     weights: Annotated[str, _option("--weights", panel=MODEL, help="auto, fp32 or fp16.")] = Settings.weights
     threads: Annotated[
         int | None,
@@ -97,7 +101,7 @@ class DraftOptions:
         _option(
             "--draft",
             panel=DRAFTS,
-            help=f"One of {', '.join((*DRAFTERS, ASSISTANT))}, or a second model: embedded, folder or hub name.",
+            help=f"One of {', '.join((*DRAFTERS, ASSISTANT))}, or a second model: embedded, folder, GGUF or hub name.",
         ),
     ] = Speculation.draft
     depth: Annotated[str, _option("--depth", panel=DRAFTS, help="Guesses ahead: auto or a number.")] = Speculation.depth

@@ -65,10 +65,10 @@ def threads_for(model: str) -> int:
     import torch
 
     from foreglance.models.base import ModelError
-    from foreglance.models.weights import find_model
+    from foreglance.models.weights import find_model, stored_bytes
 
     try:
-        stored = sum(path.stat().st_size for path in find_model(model).glob("*.safetensors"))
+        stored = stored_bytes(find_model(model))
     except ModelError:
         return torch.get_num_threads()  # loading will say what is wrong
     return 1 if stored <= SMALL_MODEL else torch.get_num_threads()
@@ -82,10 +82,15 @@ def load_engine(options: ModelOptions, settings: Settings, draft: str = "auto", 
 
     from foreglance.engine import Engine
     from foreglance.models.base import ModelError
+    from foreglance.models.gguf.folder import names_of
     from foreglance.models.weights import find_assistant, find_model
 
+    try:
+        model, second = names_of(options.model, options.mmproj, second)
+    except ModelError as error:
+        raise RequestError(str(error), param="model", code="model_unusable") from error
     if options.threads or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(options.threads or threads_for(options.model))
+        torch.set_num_threads(options.threads or threads_for(model))
     if second is not None:
         try:
             find_model(second)
@@ -93,10 +98,10 @@ def load_engine(options: ModelOptions, settings: Settings, draft: str = "auto", 
             raise RequestError(f"--draft: {error}", param="draft", code="draft_unavailable") from error
     try:
         if second is None and draft in ("auto", "assistant"):
-            second = find_assistant(options.model)
+            second = find_assistant(model)
         if draft in ("none", "ngram"):  # nobody will use the drafter that would be tried
             settings = replace(settings, try_drafts=False)
-        engine = Engine.load(options.model, settings, draft_model=second)
+        engine = Engine.load(model, settings, draft_model=second)
     except ModelError as error:
         raise RequestError(str(error), param="model", code="model_unusable") from error
     to_stderr(f"{engine.target.spec.name}: {engine.self_test}", style="dim")

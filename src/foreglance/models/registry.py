@@ -12,7 +12,7 @@ from foreglance.chat_format import ChatFormat
 from foreglance.grammar import Grammars, hugging_face_vocabulary
 from foreglance.models import dense, gemma4, qwen3_5, qwen3_5_moe, step3p7
 from foreglance.models.base import ModelError, Target
-from foreglance.models.weights import find_model
+from foreglance.models.weights import find_model, stored_bytes
 from foreglance.ops.base import Ops
 from foreglance.ops.numerics import SelfTest, choose
 from foreglance.prompt import Prompter
@@ -171,7 +171,7 @@ def pick_weights(wanted: str, folder: Path) -> str:
     """ "auto" is fp32 while four bytes per parameter fit into half of the memory that is free, else fp16."""
     if wanted != "auto":
         return wanted
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    stored = stored_bytes(folder)
     return "fp32" if 2 * stored <= free_memory() / 2 else "fp16"
 
 

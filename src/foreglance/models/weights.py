@@ -77,6 +77,15 @@ def _download(name: str) -> Path:
         raise ModelError(f"model {name!r} is not cached and cannot be downloaded: {error}") from error
 
 
+def stored_bytes(folder: Path) -> int:
+    """Of a checkpoint's weight files."""
+    from foreglance.models.gguf import folder as gguf
+
+    if (folder / gguf.POINTER).is_file():
+        return gguf.stored_bytes(folder)
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
 class TensorSource(Protocol):
     """Where tensors come from, by their hub names."""
 

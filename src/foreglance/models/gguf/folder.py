@@ -7,6 +7,7 @@ hub names, so nothing else needs to know where a tensor comes from.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import shutil
 import tempfile
@@ -28,13 +29,40 @@ FAMILIES: dict[str, ModuleType] = {arch: module for module in (qwen3_5,) for arc
 COMPUTED = ("rope_freqs.weight",)  # follow from the config
 
 
+def names_of(model: str, mmproj: Path | None, draft: str | None) -> tuple[str, str | None]:
+    """What to load a target and its second model by, given GGUF files or any other names of models: a draft head in a
+    file of its own becomes part of the target. Raises `ModelError`."""
+    if not model.endswith(SUFFIX):
+        if mmproj is not None:
+            raise ModelError(
+                f"{mmproj} was given for {model}, which is no GGUF file; a folder brings its own vision tower"
+            )
+        return model, draft
+    head = Path(draft) if draft is not None and draft.endswith(SUFFIX) and holds_draft_alone(Path(draft)) else None
+    return str(lay_out(Path(model).expanduser(), mmproj, head)), draft if head is None else None
+
+
 def lay_out(model: Path, mmproj: Path | None = None, draft: Path | None = None) -> Path:
-    """A hub folder for a target's file, a vision tower's and an MTP block's. Raises `ModelError`."""
+    """A hub folder for a target's file, a vision tower's and an MTP block's; the same one while the files stay as they
+    are. Without `mmproj` the one that lies in the model's folder is taken. Raises `ModelError`."""
+    paths = model, mmproj or _beside(model), draft
+    return _lay_out(*paths, stamp=tuple(_stamp(path) for path in paths if path is not None))
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read as a GGUF file ({error})") from error
+    return found.st_size, found.st_mtime_ns
+
+
+@functools.cache
+def _lay_out(model: Path, mmproj: Path | None, draft: Path | None, stamp: tuple[tuple[int, int], ...]) -> Path:
     file = GgufFile(model)
     family = _family(file)
     if family.is_draft(file):
         raise ModelError(f"{model} holds a draft head alone; give the target with --model and this file with --draft")
-    mmproj = mmproj or _beside(model)
     config = family.config_of(file, token_list(file))
     folder = Path(tempfile.mkdtemp(prefix="foreglance-")) / model.name.removesuffix(SUFFIX)
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
@@ -87,11 +115,20 @@ def _check_draft(target: GgufFile, draft: GgufFile, family: ModuleType) -> None:
         )
 
 
+def stored_bytes(folder: Path) -> int:
+    """Of the files that a laid-out folder's text decoder comes from."""
+    return sum(path.stat().st_size for name, path in _paths(folder).items() if name != "mmproj")
+
+
+def _paths(folder: Path) -> dict[str, Path]:
+    return {name: Path(path) for name, path in json.loads((folder / POINTER).read_text()).items()}
+
+
 class GgufTensors:
     """Tensors of a laid-out folder by hub name. A tensor that has no hub name keeps its own, so that it is missed."""
 
     def __init__(self, folder: Path):
-        paths = {name: Path(path) for name, path in json.loads((folder / POINTER).read_text()).items()}
+        paths = _paths(folder)
         config = json.loads((folder / "config.json").read_text())
         target = GgufFile(paths["model"])
         family = _family(target)
