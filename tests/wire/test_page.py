@@ -4,22 +4,15 @@ import base64
 import json
 import os
 import shutil
-import threading
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from support.served import SCENE, data_url, serving, until, user
+
+from foreglance import Engine, Settings
+from foreglance.serve.settings import ServerSettings, digest
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page's tests need Playwright's Python package")
-uvicorn = pytest.importorskip("uvicorn")
-import httpx  # noqa: E402
-
-import foreglance  # noqa: E402
-from foreglance import Engine, Settings  # noqa: E402
-from foreglance.serve.app import create_app  # noqa: E402
-from foreglance.serve.settings import ServerSettings, digest  # noqa: E402
-
 expect = sync_api.expect
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [
@@ -31,7 +24,6 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-SCENE = Path(foreglance.__file__).parent / "assets" / "scene.png"
 QUESTION = "Describe the image."
 DEPTH = 3
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the page's tests need Chromium (CHROMIUM names its path)")
@@ -52,23 +44,6 @@ class SlowEngine:
         self.engine.step = slow_step
 
 
-@contextmanager
-def serving(engine, settings=None):
-    """The address of a running server."""
-    config = uvicorn.Config(create_app(engine, settings), port=0, log_level="error")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
-
-
 @pytest.fixture(scope="module")
 def slow():
     return SlowEngine()
@@ -76,8 +51,8 @@ def slow():
 
 @pytest.fixture(scope="module")
 def server(slow):
-    with serving(slow.engine) as address:
-        yield address
+    with serving(slow.engine) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +116,7 @@ def visit(browser, server, slow):
     """Opens pages; whatever a test does, nothing may break inside the page or be fetched from elsewhere."""
     visits = []
 
-    def open_page(address=server, **options):
+    def open_page(address=server.url, **options):
         visits.append(Visit(browser, address, **options))
         return visits[-1]
 
@@ -153,17 +128,14 @@ def visit(browser, server, slow):
         assert not one.errors
 
 
-def body(**more):
-    url = "data:image/png;base64," + base64.b64encode(SCENE.read_bytes()).decode()
-    picture = {"type": "image_url", "image_url": {"url": url}}
-    content = [picture, {"type": "text", "text": QUESTION}]
-    return {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 256, **more}
+ABOUT_SCENE = [user(QUESTION, [data_url()])]
 
 
 def ask_api(server, depth):
-    answer = httpx.post(
-        f"{server}/v1/chat/completions", json=body(return_tokens=True, speculative={"depth": depth}), timeout=60
-    ).json()
+    """The same question without a page: the text and the tokens."""
+    body = {"messages": ABOUT_SCENE, "temperature": 0, "return_tokens": True, "speculative": {"depth": depth}}
+    with server.http() as client:
+        answer = client.post("/v1/chat/completions", json=body).json()
     return answer["choices"][0]["message"]["content"], answer["tokens"]
 
 
@@ -279,10 +251,7 @@ def test_stop_ends_the_answer_here_and_there(visit, slow):
     one.page.get_by_role("button", name="Stop").click()
     expect(one.page.locator(".facts")).to_contain_text("Stopped")
     expect(one.page.get_by_role("button", name="Send")).to_be_visible()
-    deadline = time.monotonic() + 5
-    while slow.engine.num_running and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert slow.engine.num_running == 0
+    until(lambda: slow.engine.num_running == 0, "the engine has ended it")
     slow.pause = 0.0
     partial = one.page.locator(".text").text_content()
     one.ask("And what can you see?", scene=False)
@@ -416,8 +385,8 @@ def test_a_server_that_is_gone_is_said(visit):
 
 def test_a_key_is_asked_for_and_kept_in_this_tab_alone(visit):
     settings = ServerSettings(api_keys=(digest("open sesame"),))
-    with serving(Engine.load("tiny-qwen", Settings(weights="fp32")), settings) as address:
-        one = visit(address)
+    with serving(Engine.load("tiny-qwen", Settings(weights="fp32")), settings) as running:
+        one = visit(running.url)
         page = one.page
         expect(page.get_by_role("dialog", name="API key")).to_be_visible()
         page.get_by_label("Key", exact=True).fill("open sesame")
@@ -437,7 +406,8 @@ def test_the_rows_of_the_conversation_are_drawn(visit, server):
     image = page.locator("#rows-image")
     expect(image).to_be_visible()
     assert image.evaluate("async image => { await image.decode(); return image.naturalWidth }") > 500
-    explained = httpx.post(f"{server}/explain", json={"messages": body()["messages"]}).json()
+    with server.http() as client:
+        explained = client.post("/explain", json={"messages": ABOUT_SCENE}).json()
     rows = page.locator("#rows-table tbody tr")
     expect(rows).to_have_count(len(explained["tracks"]))
     for i, track in enumerate(explained["tracks"]):
