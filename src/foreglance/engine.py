@@ -13,21 +13,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from foreglance.batch import Batch, BatchError, Part, pack
-from foreglance.cache.prefix import Hit, Point, PrefixCache, Stored
+from foreglance.cache.prefix import NO_DRAFT, Border, Hit, Kind, PrefixCache
 from foreglance.cache.store import CacheStore
+from foreglance.chat_format import ChatFormat
 from foreglance.drafters.base import Drafter, Settled
 from foreglance.drafters.load import DrafterFactory, Surroundings, load_second, make_drafters
 from foreglance.grammar import Guide
 from foreglance.images import open_pictures
 from foreglance.models.base import Caches, Target
+from foreglance.models.fingerprint import Origin
 from foreglance.models.registry import load_model, prompter_of
 from foreglance.models.vision import EmbeddingCache
+from foreglance.models.weights import find_model
 from foreglance.ops.base import Ops
 from foreglance.ops.numerics import SelfTest
 from foreglance.prompt import Prompter, Rows
@@ -46,12 +50,12 @@ from foreglance.sampling import log_prob, pick
 from foreglance.scheduler import Costs, DepthControl, Scheduler, Work
 from foreglance.sequence import Sequence
 from foreglance.settings import Settings
+from foreglance.slots import Conversation, SlotFile, SlotInfo, SlotKeeper, SlotTable, info_of
 from foreglance.stats import Alarm
 from foreglance.verify import Verdict, verify
 
 log = logging.getLogger(__name__)
 BEST_DRAFTS = ("model", "assistant", "mtp")  # what "auto" takes, the first that there is
-MAX_POINTS = 4  # checkpoints that a finished conversation keeps
 TRIAL_PROMPT, TRIAL_DEPTH, TRIAL_ROUNDS, TRIAL_SECONDS = "Hello! Who are you?", 2, 24, 5.0  # drafts tried at load
 
 
@@ -65,12 +69,14 @@ class Picks:
 
 @dataclass
 class Running:
-    """What the engine keeps of a sequence beside it: who drafts for it, how deep, and where it can be resumed."""
+    """What the engine keeps of a sequence beside it: who drafts for it, how deep, and the row counts of its
+    checkpoints. `cold`: no row before the last of them was computed as somebody's answer."""
 
     sequence: Sequence
     drafter: Drafter
     depth: DepthControl
-    points: list[Point]
+    passed: list[int] = field(default_factory=list)
+    cold: bool = True
     explained: bool = False
 
 
@@ -87,6 +93,7 @@ class Engine:
         settings: Settings | None = None,
         self_test: SelfTest | None = None,
         draft_model: DrafterFactory | None = None,
+        origin: Origin | None = None,
     ):
         self.target = target
         self.self_test = self_test  # what the start-up self-test chose; None for an engine put together by hand
@@ -98,7 +105,9 @@ class Engine:
         self._store = CacheStore(target.spec.caches, capacity)
         self._drafters = make_drafters(Surroundings(target, self._store, capacity), draft_model)
         self._scheduler = Scheduler(self.settings.slots, self.settings.grid, target.spec.whole_images)
-        self._prefixes = PrefixCache(self.settings.prefix_slots)
+        self._prefixes = PrefixCache(self.settings.prefix_cache_bytes)
+        self._slots = SlotTable(self.settings.slots)
+        self._keeper = SlotKeeper(self._slots, self._prefixes, target.spec, self._drafters, origin, self.context)
         self._embeddings = EmbeddingCache(self.settings.image_cache_bytes)
         self._running: dict[int, Running] = {}
         self._costs = Costs()
@@ -126,7 +135,9 @@ class Engine:
         target = loaded.target
         prompter = prompter_of(loaded, settings)
         second = None if draft_model is None else load_second(draft_model, settings, loaded, instrument)
-        engine = cls(target, prompter, settings, loaded.self_test, second)
+        draft_folder = None if draft_model is None else find_model(draft_model)
+        origin = Origin(loaded.folder, draft_folder, loaded.self_test)
+        engine = cls(target, prompter, settings, loaded.self_test, second, origin)
         if settings.try_drafts:
             engine._try_drafts()
         return engine
@@ -143,7 +154,7 @@ class Engine:
         trial = Engine(
             self.target,
             self._prompter,
-            replace(self.settings, slots=1, prefix_slots=0),
+            replace(self.settings, slots=1, prefix_cache_bytes=0),
             draft_model=self._draft_model,
         )
         alarm = trial._alarms[self.best_draft] = Alarm(TRIAL_ROUNDS)
@@ -198,6 +209,11 @@ class Engine:
         """Token ids of text, with the special tokens that the tokenizer puts around any."""
         return self._prompter.encode(text, special)
 
+    @property
+    def format(self) -> ChatFormat:
+        """How the model writes reasoning and tool calls."""
+        return self._prompter.format
+
     def decode(self, token_ids: Many[int]) -> str:
         """Text of token ids, special tokens left out."""
         return self._prompter.decode(token_ids)
@@ -230,7 +246,7 @@ class Engine:
         sequence = Sequence(next(self._ids), request, rows, spec.rule, spec.eos, decode, self.context, guide)
         sequence.report = report
         control = DepthControl(request.speculation.depth, drafter.kind, drafter.max_depth, self._costs)
-        self._running[sequence.id] = Running(sequence, drafter, control, [])
+        self._running[sequence.id] = Running(sequence, drafter, control)
         self._scheduler.add(sequence)
         return request.id
 
@@ -334,33 +350,42 @@ class Engine:
                     self._end(work.sequence, "error", f"{type(error).__name__}: {error}")
 
     def _admit(self) -> None:
-        """Open caches for sequences that got a slot, reusing what a finished conversation left."""
+        """Give free slots to sequences that wait, and begin those whose rows come next. One that must wait for another
+        one's prompt begins when that is computed, since it may share rows with it."""
         for sequence in self._scheduler.admit():
-            running = self._running[sequence.id]
+            self._slots.take(sequence.id, sequence.rows.identities())
+        must_wait = False
+        for sequence in self._scheduler.running:
+            if sequence.id not in self._store and not (must_wait and self._scheduler.has_chunks(sequence)):
+                self._begin(self._running[sequence.id])
+            must_wait = must_wait or (sequence.finish is None and self._scheduler.has_chunks(sequence))
+
+    def _begin(self, running: Running) -> None:
+        """Open a sequence's caches, with what earlier requests left."""
+        sequence = running.sequence
+        try:
             hit = self._prefixes.find(sequence.rows.identities(), running.drafter.key(sequence))
-            try:
-                self._open(running, hit)
-                self._embed(sequence, hit)
-            except Exception as error:  # one request fails, the others go on
-                self._end(sequence, "error", f"{type(error).__name__}: {error}")
+            self._open(running, hit)
+            self._embed(sequence, hit)
+        except Exception as error:  # one request fails, the others go on
+            self._end(sequence, "error", f"{type(error).__name__}: {error}")
 
     def _open(self, running: Running, hit: Hit | None) -> None:
         sequence = running.sequence
         if hit is None:
             self._store.open(sequence.id)
-            running.drafter.admit(sequence, None)
-            return
-        self._store.adopt(sequence.id, hit.stored.cache, hit.point.checkpoint)
-        running.points += [p for p in hit.stored.points if p.checkpoint.rows <= hit.point.checkpoint.rows]
-        sequence.advance(hit.point.checkpoint.rows)
-        sequence.counters.cached_rows = hit.point.checkpoint.rows
-        running.drafter.admit(sequence, hit.point.memory)
+        else:
+            self._store.adopt(sequence.id, hit.target)
+            running.passed, running.cold = list(hit.borders), hit.cold
+            sequence.advance(hit.rows)
+            sequence.counters.cached_rows = hit.rows
+        running.drafter.admit(sequence, hit)
 
     def _embed(self, sequence: Sequence, hit: Hit | None) -> None:
         """Image embeddings of the rows that are still to be computed, by the target or by a draft that lags behind."""
         first = sequence.prefilled
-        if hit is not None and hit.point.memory.inputs_from is not None:
-            first = min(first, hit.point.memory.inputs_from)
+        if hit is not None and hit.inputs_from is not None:
+            first = min(first, hit.inputs_from)
         for index in sorted(set(sequence.rows.image[first:].tolist()) - {-1}):
             image = sequence.rows.images[index]
             embeddings = self._embeddings.get(image.digest)
@@ -427,7 +452,7 @@ class Engine:
         for part in batch.parts:
             keep = verdicts[part.sequence].keep
             self._store.commit(part.sequence, keep, part.positions.at(keep - 1))
-            if part.chunk:
+            if works[part.sequence].sequence.in_prefill:
                 works[part.sequence].sequence.advance(keep)
 
     def _take(self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict], began: float) -> None:
@@ -488,34 +513,34 @@ class Engine:
     def _switch_off(self, running: Running, reason: str) -> None:
         running.drafter.retire(running.sequence)
         running.drafter = self._drafters["none"]
-        running.points.clear()
         running.sequence.draft = ()
         running.sequence.report = replace(running.sequence.report, kind="none", off_because=reason)
 
     def _settle(self, work: Work) -> None:
-        """After a step: retire what ended, mark where a conversation can be resumed, let go of image embeddings."""
+        """After a step: leave what others may begin with, retire what ended, let go of image embeddings."""
         running = self._running[work.sequence.id]
         if work.sequence.finish is not None:
-            self._retire(work.sequence)
+            running.cold = False
+            self._leave(running, "turn")
+            self._forget(running)
         elif not work.chunk:
             work.sequence.embeds.clear()
-        elif work.stop % self.settings.grid == 0:
-            self._mark_point(running)
+        elif work.sequence.in_prefill:
+            self._leave(running, "chunk" if work.at_border else "prompt")
 
-    def _mark_point(self, running: Running) -> None:
-        if not self.settings.prefix_slots:
+    def _leave(self, running: Running, kind: Kind) -> None:
+        """Keep the rows that a sequence has computed, for itself in its next turn and for others. A failure costs what
+        is kept, and no text."""
+        if not self.settings.prefix_cache_bytes:
             return
-        memory = running.drafter.remember(running.sequence)
-        running.points.append(Point(self._store.checkpoint(running.sequence.id), memory.key, memory))
-        del running.points[:-MAX_POINTS]
-
-    def _retire(self, sequence: Sequence) -> None:
-        """A sequence ended by itself: its rows may serve another request."""
-        running = self._running[sequence.id]
-        self._mark_point(running)
-        cache = self._store.detach(sequence.id)
-        self._prefixes.put(Stored(sequence.identities(cache.rows), cache, tuple(running.points)))
-        self._forget(running)
+        sequence, cache = running.sequence, self._store[running.sequence.id]
+        try:
+            memory, border = running.drafter.remember(sequence), Border(kind, running.cold)
+            self._prefixes.put(sequence.identities(cache.rows), cache, memory, border, running.passed)
+        except Exception:
+            log.exception("rows cannot be kept for other requests; what was kept is given up")
+            self._prefixes.clear()
+        running.passed.append(cache.rows)
 
     def _explain(self, running: Running) -> None:
         """Say so while automatic depth stands at no drafts, or if the drafter has no more; anew only when that changes,
@@ -529,18 +554,57 @@ class Engine:
         sequence.report = replace(sequence.report, off_because=sequence.undrafted or (reason if resting else None))
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        """End a sequence from outside: nothing of it stays."""
-        running = self._running[sequence.id]
-        if sequence.id in self._store:
-            self._store.release(sequence.id)
+        """End a sequence from outside: nothing of it stays but whole prompt chunks that were left for others."""
         if sequence.finish is None:  # else its one final event is out already
             self._ended.append(sequence.end(reason, error))
-        self._forget(running)
+        self._forget(self._running[sequence.id])
 
     def _forget(self, running: Running) -> None:
+        if self._slots.slot_of(running.sequence.id) is not None:
+            self._slots.give_back(running.sequence.id, self._conversation(running))
+        if running.sequence.id in self._store:
+            self._store.release(running.sequence.id)
         running.drafter.retire(running.sequence)
         self._scheduler.remove([running.sequence])
         del self._running[running.sequence.id]
+
+    def _conversation(self, running: Running) -> Conversation:
+        """What a sequence that ends leaves in its slot."""
+        sequence, key = running.sequence, running.drafter.key(running.sequence) or NO_DRAFT
+        return Conversation(sequence.identities(sequence.committed), key, self._running_info(running))
+
+    def _running_info(self, running: Running) -> SlotInfo:
+        sequence, slot = running.sequence, self._slots.slot_of(running.sequence.id)
+        assert slot is not None
+        caches = running.drafter.remember(sequence).caches if sequence.id in self._store else ()
+        return info_of(slot, sequence, caches[0].rows if caches else 0)
+
+    def slots(self, with_text: bool = False) -> list[SlotInfo]:
+        """What each slot holds: the sequence that runs in it, else the conversation last finished there."""
+        infos = []
+        for slot in range(len(self._slots)):
+            name, last = self._slots.sequence_in(slot), self._slots.conversation_in(slot)
+            running = None if name is None else self._running[name]
+            info = self._keeper.info(slot) if running is None else self._running_info(running)
+            if running is not None:
+                rows = running.sequence.identities(running.sequence.known)
+            else:
+                rows = np.empty(0, np.int64) if last is None else last.identities
+            infos.append(replace(info, text=self.decode(rows[rows >= 0].tolist())) if with_text else info)
+        return infos
+
+    def save_slot(self, slot: int, path: Path) -> SlotFile:
+        """Write the conversation that lies in a slot to a file, its draft included. Raises `RequestError`."""
+        return self._keeper.save(slot, path)
+
+    def restore_slot(self, slot: int, path: Path) -> SlotFile:
+        """Put a saved conversation where the next request that begins with it finds it. Raises `RequestError`, before
+        anything changes, if the file does not fit this engine."""
+        return self._keeper.restore(slot, path)
+
+    def erase_slot(self, slot: int) -> int:
+        """Forget the conversation that lies in a slot, but for rows that others share; -> rows forgotten."""
+        return self._keeper.erase(slot)
 
     def stream(self, request: Request) -> Iterator[Event]:
         """Run one request and give its events as they come; the last one carries the result.

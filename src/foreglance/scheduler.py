@@ -17,12 +17,16 @@ FIRST_PAUSE, LONGEST_PAUSE = 64, 512  # steps between two probes while drafting 
 
 @dataclass(frozen=True)
 class Work:
-    """Rows [start, stop) of a sequence in this step. `chunk`: prompt rows; else the last token and its drafts."""
+    """Rows [start, stop) of a sequence in this step. `chunk`: prompt rows; else the last row that is known and drafts.
+
+    `at_border`: a chunk that would end here whatever the prompt goes on with.
+    """
 
     sequence: Sequence
     start: int
     stop: int
     chunk: bool
+    at_border: bool = False
 
 
 class Costs:
@@ -134,13 +138,19 @@ class Scheduler:
         return fresh
 
     def pick(self) -> list[Work]:
-        """Rows of this step. Which chunk a prompt row falls in depends on the row grid alone, not on who else runs."""
-        decoding = [s for s in self._running if not s.in_prefill]
-        work = [Work(s, s.committed, s.committed + 1 + len(s.draft), False) for s in decoding]
-        prefill = next((s for s in self._running if s.in_prefill), None)
+        """Rows of this step. Which chunk a prompt row falls in depends on the rows before it, not on who else runs."""
+        ready = [s for s in self._running if not self.has_chunks(s)]
+        work = [Work(s, s.committed, s.committed + 1 + len(s.draft), False) for s in ready]
+        prefill = next((s for s in self._running if self.has_chunks(s)), None)
         if prefill is not None:
-            work.append(Work(prefill, *prefill.next_chunk(self._grid, self._whole_images), True))
+            border = prefill.next_border(self._grid, self._whole_images)
+            end = prefill.chunks_end(self._whole_images)
+            work.append(Work(prefill, prefill.prefilled, min(border, end), True, border <= end))
         return work
+
+    def has_chunks(self, sequence: Sequence) -> bool:
+        """Whether a sequence has prompt chunks still to compute."""
+        return sequence.prefilled < sequence.chunks_end(self._whole_images)
 
     def find(self, request_id: str) -> Sequence | None:
         return next((s for s in (*self._running, *self._waiting) if s.request.id == request_id), None)

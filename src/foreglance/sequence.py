@@ -19,6 +19,15 @@ from foreglance.prompt import Coordinates, PositionRule, Positions, Rows
 from foreglance.request import MAX_DEPTH, DraftReport, Event, FinishReason, LogProb, Request, Result, Timings, Token
 from foreglance.verify import Verdict
 
+MIN_IMAGE = 16  # rows of an image at whose end a prompt chunk ends
+
+
+def _runs(image: np.ndarray) -> list[tuple[int, int]]:
+    """Each image's first row and the row behind its last, from the image index [n] of each row."""
+    numbers, first = np.unique(image, return_index=True)
+    last = np.unique(image[::-1], return_index=True)[1]
+    return [(int(a), len(image) - int(b)) for number, a, b in zip(numbers, first, last, strict=True) if number >= 0]
+
 
 class StopStrings:
     """Holds text back while it may be the start of a stop string; says where one was found."""
@@ -107,6 +116,7 @@ class Sequence:
         self.report = DraftReport(request.speculation.draft, request.speculation.depth, request.speculation.images)
         self.finish: FinishReason | None = None
         self.error: str | None = None
+        self._image_runs = _runs(rows.image)
         self._limit = min(request.sampling.max_tokens, context - len(rows))
         self._axes = rule.axes
         self._next_coordinate = rule.following(rows.positions.at(-1))
@@ -141,17 +151,24 @@ class Sequence:
         """Tokens that may still be generated, by the request and by the context."""
         return self._limit - len(self.generated)
 
-    def next_chunk(self, grid: int, whole_images: bool) -> tuple[int, int]:
-        """Rows [start, stop) of the next prompt chunk: up to the next multiple of `grid`, absolute.
+    def chunks_end(self, whole_images: bool) -> int:
+        """Prompt rows that are computed in chunks: all but the last one, which is computed as an answer's rows are, so
+        that it comes out the same if all others are there already. With `whole_images` (families whose image rows see
+        each other) the last row may belong to an image, which is then computed whole."""
+        inside = whole_images and self.rows.image[-1] >= 0
+        return self.num_prompt if inside else self.num_prompt - 1
 
-        With `whole_images` (families whose image rows see each other) a border inside an image moves behind it.
-        """
-        start = self.prefilled
-        stop = min((start // grid + 1) * grid, self.num_prompt)
-        if whole_images and stop < self.num_prompt and self.rows.image[stop] >= 0:
-            same = self.rows.image[stop:] == self.rows.image[stop - 1]
-            stop += int(same.argmin()) if not same.all() else len(same)
-        return start, stop
+    def next_border(self, grid: int, whole_images: bool) -> int:
+        """Where the next chunk ends if the prompt goes on: at the next multiple of `grid`, absolute, or at the end of
+        an image before it, so that another question about the image finds it there. The rows before it decide, and none
+        behind it. With `whole_images` a border inside an image moves behind it."""
+        stop = (self.prefilled // grid + 1) * grid
+        for first, end in self._image_runs:
+            if self.prefilled < end < stop and end - first >= MIN_IMAGE:
+                return end
+            if whole_images and first < stop < end:
+                return end
+        return stop
 
     def inputs(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Token ids, image indices and image offsets of known rows [start, stop); each [stop - start]."""

@@ -17,7 +17,7 @@ class Settings:
     context           rows that one sequence may hold, prompt and answer together; None: what the model allows
     slots             sequences that run at once; more wait in a queue
     grid              prompt chunks end at multiples of this row number (docs/exactness.md says why it is fixed)
-    prefix_slots      finished conversations that are kept for reuse
+    prefix_cache_bytes main memory for computed rows that another request may begin with; 0 switches reuse off
     max_images        images in one request
     max_pixels        pixels of one decoded image
     image_cache_bytes memory for image embeddings that may be asked about again
@@ -30,7 +30,7 @@ class Settings:
     context: int | None = None
     slots: int = 8
     grid: int = 256
-    prefix_slots: int = 4
+    prefix_cache_bytes: int = 1 << 30
     max_images: int = 32
     max_pixels: int = 64_000_000
     image_cache_bytes: int = 256 << 20

@@ -14,7 +14,7 @@ from foreglance.request import RequestError
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine.load("tiny-qwen", Settings(prefix_slots=0))
+    return Engine.load("tiny-qwen", Settings(prefix_cache_bytes=0))
 
 
 def test_acceptance_rows_hold_what_the_runs_gave(engine):
@@ -62,7 +62,7 @@ def test_a_state_of_the_wrong_row_costs_guesses_and_never_a_token(engine):
 
 
 def test_holes_of_a_chain_of_modules_are_measured_too():
-    engine = Engine.load("tiny-step", Settings(prefix_slots=0))
+    engine = Engine.load("tiny-step", Settings(prefix_cache_bytes=0))
     variants = [holes.Variant("skip", "skip"), holes.Variant("late", "skip", shift=1), holes.Variant("far", "gap", 100)]
     skip, late, far = holes.measure(engine, image_cases(2), max_tokens=32, variants=variants)
     assert late.acceptance[0] < skip.acceptance[0] - 0.1
@@ -71,11 +71,11 @@ def test_holes_of_a_chain_of_modules_are_measured_too():
 
 def test_a_draft_without_rows_of_its_own_has_no_holes_to_measure():
     with pytest.raises(RequestError, match="bench acceptance"):
-        holes.measure(Engine.load("tiny-gemma", Settings(prefix_slots=0)), image_cases(1))
+        holes.measure(Engine.load("tiny-gemma", Settings(prefix_cache_bytes=0)), image_cases(1))
 
 
 def test_a_hole_beyond_the_positions_of_the_model_is_said():
-    engine = Engine.load("tiny-qwen", Settings(prefix_slots=0, context=128))
+    engine = Engine.load("tiny-qwen", Settings(prefix_cache_bytes=0, context=128))
     far = holes.Variant("too far", "gap", extra=1000)
     (row,) = holes.measure(engine, image_cases(1), max_tokens=8, variants=[far])
     assert row.acceptance is None and "drafter failed" in row.off_because

@@ -47,7 +47,7 @@ def test_cancel_between_any_two_steps_is_as_if_the_request_had_never_been(draft)
     """Cases C4, B15: in the queue, in prefill, inside an image, between draft and verify, in its last step."""
     other, fresh = solo(requests(draft)[1]), solo(requests(draft)[0])
     for step in range(num_steps(draft) + 1):
-        engine = toy_engine(prefix_slots=0)
+        engine = toy_engine(prefix_cache_bytes=0)
         gone, stays = requests(draft)
         engine.add(gone)
         engine.add(stays)
@@ -93,7 +93,7 @@ def finals(events, request):
 @pytest.mark.parametrize("bad_step", range(1, 7))
 def test_a_request_that_breaks_a_batch_rule_ends_alone(monkeypatch, bad_step):
     """A position that goes astray is refused before any forward; the batch is packed again without that sequence."""
-    engine = toy_engine(prefix_slots=0)
+    engine = toy_engine(prefix_cache_bytes=0)
     bad, good = requests()
     for request in (bad, good):
         engine.add(request)
@@ -166,9 +166,21 @@ def test_an_image_that_cannot_be_embedded_ends_its_request_alone(monkeypatch):
 
 def test_a_failure_after_the_last_token_gives_no_second_final_event(monkeypatch):
     engine = toy_engine()
-    monkeypatch.setattr(engine._prefixes, "put", lambda stored: 1 / 0)
+    settle = engine._settle
+    monkeypatch.setattr(engine, "_settle", lambda work: 1 / 0 if work.sequence.finish else settle(work))
     (result,) = run(engine, [ask("x", max_tokens=3)])
     assert result.finish_reason == "length"
+
+
+def test_a_cache_that_has_no_memory_costs_what_is_kept_and_no_text(monkeypatch):
+    engine, (one, other) = toy_engine(), requests()
+    run(engine, [one])
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._prefixes, "_add", lambda *given: 1 / 0)
+        (result,) = run(engine, [other])
+    assert (result.finish_reason, result.token_ids) == ("length", solo(requests()[1]))
+    assert (len(engine._prefixes), engine._prefixes.bytes_held) == (0, 0)
+    assert run(engine, [requests()[0]])[0].token_ids == solo(requests()[0])
 
 
 def test_events_of_other_requests_wait_for_whoever_steps_next():

@@ -11,7 +11,7 @@ TARGETS = [name for name in embedded_models() if name not in ASSISTANTS]
 
 
 def engine_of(name: str, draft_model: str | None = None) -> Engine:
-    return Engine.load(name, Settings(prefix_slots=0), draft_model=draft_model or find_assistant(name))
+    return Engine.load(name, Settings(prefix_cache_bytes=0), draft_model=draft_model or find_assistant(name))
 
 
 def compare(engine: Engine, cases, draft: str) -> float:

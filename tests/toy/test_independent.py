@@ -285,8 +285,8 @@ def test_a_text_that_ends_within_its_guesses_leaves_no_row_of_them():
     request, rows = prompt("text", "red", itself, draft="model", depth=7)
     (result,) = run(engine, [request], [rows])
     assert result.finish_reason == "stop" and result.token_ids[-1] == end
-    (stored,) = engine._prefixes._stored.values()
-    assert [point.memory.checkpoint.rows for point in stored.points] == [p.checkpoint.rows for p in stored.points]
+    points = [node.point for node in engine._prefixes.nodes()]
+    assert points and all(point.draft_rows == point.rows for point in points)
 
 
 def test_the_same_prompt_twice_drafts_as_before():

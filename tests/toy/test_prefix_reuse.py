@@ -3,9 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from support.toy import ask, picture, run, toy_engine, toy_rows, toy_target
+from support.toy_chain import chained_target
 
 from foreglance.images import open_picture
+from foreglance.prompt import MRope, OneAxis
 
 GRID = 16
 SEEN = [picture(3, 6, 80)]
@@ -16,13 +19,13 @@ def question(draft="mtp", images=SEEN, text="what is it, and where? " * 2, **opt
 
 
 @pytest.mark.parametrize("draft", ("none", "mtp", "ngram"))
-def test_the_same_prompt_again_computes_only_what_lies_behind_the_last_point(draft):
-    """Cases B1, B14: a whole hit still computes the last row, whose hidden state is needed."""
+def test_the_same_prompt_again_computes_its_last_row_alone(draft):
+    """Cases B1, B14: its hidden state is needed."""
     engine = toy_engine()
     (cold,), (warm,), (third,) = (run(engine, [question(draft)]) for _ in range(3))
     assert cold.token_ids == warm.token_ids == third.token_ids
     assert cold.timings.cached_rows == 0
-    assert warm.timings.cached_rows == third.timings.cached_rows == (cold.timings.prompt_tokens - 1) // GRID * GRID > 0
+    assert warm.timings.cached_rows == third.timings.cached_rows == cold.timings.prompt_tokens - 1
 
 
 @pytest.mark.parametrize("policy", ("see", "skip", "placeholder"))
@@ -109,7 +112,8 @@ def test_conversations_in_turn_do_not_disturb_each_other():
         for text, cold in zip(texts, fresh, strict=True):
             (result,) = run(engine, [question(text=text)])
             assert result.token_ids == cold.token_ids
-            assert (result.timings.cached_rows > GRID) == (turn > 0), "at first they share no more than the image"
+            same = result.timings.cached_rows == result.timings.prompt_tokens - 1
+            assert same == (turn > 0), "at first they share no more than the image"
 
 
 def test_two_sequences_may_resume_one_prefix_at_once():
@@ -119,31 +123,101 @@ def test_two_sequences_may_resume_one_prefix_at_once():
         assert result.token_ids == cold.token_ids and result.timings.cached_rows > 0
 
 
-@pytest.mark.parametrize("slots", (0, 1, 2))
-def test_what_is_kept_is_bounded(slots):
+def numbered(number):
+    return question(images=[], text=f"{number} is the number of this one", max_tokens=3)
+
+
+@pytest.mark.parametrize("conversations", (0, 1, 2))
+def test_what_is_kept_is_bounded_in_bytes(conversations):
     """Case B13: least recently used goes first."""
-    engine = toy_engine(prefix_slots=slots)
-    for number in range(5):
-        run(engine, [question(images=[], text=f"{number} is the number of this one", max_tokens=3)])
-        assert len(engine._prefixes) <= slots
-    hits = [
-        run(toy, [question(images=[], text=f"{number} is the number of this one", max_tokens=3)])[0].timings.cached_rows
-        > 0
-        for toy, number in ((engine, 4), (engine, 0))
-    ]
-    assert hits == [slots > 0, False]
-
-
-def test_a_cancelled_request_leaves_nothing_to_reuse():
     engine = toy_engine()
-    request = question()
+    run(engine, [numbered(0)])
+    budget = conversations * engine._prefixes.bytes_held
+    engine = toy_engine(prefix_cache_bytes=budget)
+    for number in range(5):
+        run(engine, [numbered(number)])
+        assert engine._prefixes.bytes_held <= budget
+    cached = [run(engine, [numbered(number)])[0].timings.cached_rows for number in (4, 0)]
+    assert (cached[0] > GRID) == (conversations > 0) and cached[1] <= GRID
+
+
+@pytest.mark.parametrize("num_steps", range(1, 9))
+@pytest.mark.parametrize("draft", ("none", "mtp"))
+def test_a_cancelled_request_leaves_its_whole_prompt_chunks(draft, num_steps):
+    """They are what a cold run computes; nothing of its answer stays."""
+    engine, request = toy_engine(), question(draft)
     engine.add(request)
-    for _ in range(4):
+    for _ in range(num_steps):
         engine.step()
     engine.cancel(request.id)
     engine.step()
-    assert len(engine._prefixes) == 0
-    assert run(engine, [question()])[0].token_ids == run(toy_engine(), [question()])[0].token_ids
+    assert all(node.point.border.cold for node in engine._prefixes.nodes())
+    (again,), (cold,) = run(engine, [question(draft)]), run(toy_engine(), [question(draft)])
+    assert again.timings.cached_rows > 0
+    assert (again.token_ids, again.timings.accepted) == (cold.token_ids, cold.timings.accepted)
+
+
+@pytest.mark.parametrize("draft", ("none", "mtp", "ngram"))
+def test_another_question_about_an_image_does_not_compute_the_image_again(draft):
+    engine, end = toy_engine(grid=256), 5 + 18  # <turn> u : and the image, which ends within the first chunk
+    run(engine, [question(draft)])
+    for text in ("how many are there?", "what is it? " * 3, "x"):
+        (warm,) = run(engine, [question(draft, text=text)])
+        (cold,) = run(toy_engine(grid=256), [question(draft, text=text)])
+        assert end - 2 <= warm.timings.cached_rows < end + 3
+        assert warm.token_ids == cold.token_ids
+        assert warm.timings.accepted == cold.timings.accepted
+
+
+@pytest.mark.parametrize("draft", ("none", "mtp"))
+def test_requests_that_come_at_once_share_what_the_first_one_computes(draft):
+    engine = toy_engine()
+    same, other = question(draft), question(draft, text="and what about another question?")
+    requests = [question(draft), same, other]
+    alone = [run(toy_engine(), [replace(request, id=f"{request.id} alone")])[0] for request in requests]
+    results = run(engine, requests)
+    for one, cold in zip(results, alone, strict=True):
+        assert (one.token_ids, one.timings.accepted) == (cold.token_ids, cold.timings.accepted)
+    first, second, third = (one.timings.cached_rows for one in results)
+    assert (first, second) == (0, results[1].timings.prompt_tokens - 1) and third >= GRID
+
+
+FAMILIES = {
+    "hybrid": lambda: toy_target(),
+    "whole images, one axis": lambda: toy_target(rule=OneAxis(), whole_images=True),
+    "chained modules": lambda: chained_target(MRope()),
+    "no draft head": lambda: toy_target(head_kinds=()),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_is_reused_the_answer_is_that_of_a_cold_run_bit_for_bit(family, monkeypatch):
+    """Prompts that share beginnings of every length, with images, in an order that leaves all kinds of checkpoints."""
+    target, states = FAMILIES[family](), []
+    logits = target.logits
+    monkeypatch.setattr(target, "logits", lambda hidden: states.append(hidden.clone()) or logits(hidden))
+    engine, draft = toy_engine(target, slots=2), "mtp" if target.head else "none"
+    wide, tall = ([target.prepare(open_picture(picture(*size), 10**6))] for size in ((2, 9), (5, 4)))
+    text = [3 + (7 * i) % 40 for i in range(60)]
+    prompts = [
+        *((text[:n], []) for n in (40, 33, 34, 48, 49, 17, 41)),
+        *(([*text[:6], 1, *text[:n]], wide) for n in (20, 3, 12, 33)),
+        *(([*text[:6], 1, *text[:n]], tall) for n in (4, 11)),
+        *(([*text[:6], 1, *text[:9], 1, *text[:n]], wide + tall) for n in (1, 9, 30)),
+        ([*text[:6], 1], wide),
+    ]
+    reused = 0
+    for number, (ids, images) in enumerate([*prompts, *prompts]):
+        options = {"draft": draft, "depth": 2, "temperature": 0.7, "seed": number, "max_tokens": 3}
+        rows = toy_rows(target, ids, images)
+        seen = []
+        for one in (engine, toy_engine(target, prefix_cache_bytes=0)):
+            states.clear()
+            (result,) = run(one, [ask("-", **options)], [rows])
+            seen.append((result.token_ids, result.timings.accepted, torch.cat(states)))
+            reused += result.timings.cached_rows
+        assert seen[0][:2] == seen[1][:2] and torch.equal(seen[0][2], seen[1][2]), (ids, number)
+    assert reused > 20 * len(prompts)
 
 
 def test_image_embeddings_are_kept_within_their_budget(monkeypatch):
@@ -152,14 +226,13 @@ def test_image_embeddings_are_kept_within_their_budget(monkeypatch):
     monkeypatch.setattr(target, "embed_image", lambda image: calls.append(image.digest) or embed(image))
     for limit, want in ((1 << 20, 1), (0, 2)):
         calls.clear()
-        engine = toy_engine(image_cache_bytes=limit, prefix_slots=0)
+        engine = toy_engine(image_cache_bytes=limit, prefix_cache_bytes=0)
         for _ in range(2):
             run(engine, [question(max_tokens=2)])
         assert len(calls) == want
 
 
-def test_what_was_reused_can_be_reused_again_from_the_only_slot():
-    """The points of the conversation that is replaced go over to the one that replaces it."""
-    engine = toy_engine(prefix_slots=1)
+def test_what_was_reused_can_be_reused_again():
+    engine = toy_engine()
     reused = [run(engine, [question()])[0].timings.cached_rows for _ in range(4)]
     assert reused[0] == 0 < reused[1] == reused[2] == reused[3]

@@ -36,7 +36,7 @@ def another_head(tensors):
 
 @pytest.mark.parametrize("change", (norms_without_one, another_head))
 def test_weights_that_do_not_belong_together_are_reported_once_at_load(change, tmp_path, caplog):
-    engine = Engine.load(with_tensors(tmp_path / "odd", change), Settings(prefix_slots=0))
+    engine = Engine.load(with_tensors(tmp_path / "odd", change), Settings(prefix_cache_bytes=0))
     (warning,) = engine.warnings
     assert warning.startswith("drafter mtp: only ") and " of 24 first guesses stood" in warning
     assert "belong together" in warning and warning in caplog.messages

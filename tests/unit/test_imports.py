@@ -19,7 +19,7 @@ LEVELS = (
     {"ops", "cache"},
     {"models"},
     {"drafters"},
-    {"scheduler"},
+    {"scheduler", "slots"},
     {"engine"},
     {"bench", "cli", "explain", "rows_svg", "serve"},
 )

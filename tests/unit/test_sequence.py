@@ -117,26 +117,35 @@ def test_length_is_the_requests_or_what_the_context_leaves():
         assert (len(sequence.generated), sequence.finish) == (want, "length")
 
 
+def borders_of(sequence, grid, whole_images=False):
+    borders, end = [], sequence.chunks_end(whole_images)
+    while sequence.prefilled < end:
+        borders.append(min(sequence.next_border(grid, whole_images), end))
+        sequence.advance(borders[-1] - sequence.prefilled)
+    return borders
+
+
 @given(st.integers(1, 9), st.integers(1, 12))
-def test_prompt_chunks_end_on_the_absolute_grid(grid, num_rows):
-    sequence = sequence_of(range(10, 10 + num_rows))
-    borders = []
-    while sequence.in_prefill:
-        start, stop = sequence.next_chunk(grid, False)
-        assert start == sequence.prefilled < stop
-        borders.append(stop)
-        sequence.advance(stop - start)
-    assert borders == [*range(grid, num_rows, grid), num_rows]
+def test_prompt_chunks_end_on_the_absolute_grid_and_before_the_last_row(grid, num_rows):
+    borders = borders_of(sequence_of(range(10, 10 + num_rows)), grid)
+    assert borders == [*range(grid, num_rows - 1, grid), *([num_rows - 1] if num_rows > 1 else [])]
 
 
 def test_a_chunk_of_a_family_with_whole_images_never_ends_inside_one():
     images = (ImageInput("a", (2, 3)), ImageInput("b", (2, 2)))
-    sequence = sequence_of((1, 2, 9, 9, 3), images)
-    borders = []
-    while sequence.in_prefill:
-        borders.append(sequence.next_chunk(4, True)[1])
-        sequence.advance(borders[-1] - sequence.prefilled)
-    assert borders == [8, 12, 13]
+    assert borders_of(sequence_of((1, 2, 9, 9, 3), images), 4, True) == [8, 12]
+    assert borders_of(sequence_of((1, 2, 9, 9), images), 4, True) == [8, 12], "the last row belongs to an image"
+    assert borders_of(sequence_of((1, 2, 9, 9), images), 4, False) == [4, 8, 11]
+
+
+@pytest.mark.parametrize("whole_images", (False, True))
+def test_a_chunk_ends_where_an_image_of_some_size_does_whatever_follows_it(whole_images):
+    images = (ImageInput("a", (4, 4)), ImageInput("b", (3, 5)), ImageInput("c", (2, 9)))
+    sequence = sequence_of((1, 9, 2, 2, 9, 9, *range(20, 60)), images)
+    assert borders_of(sequence, 64, whole_images) == [17, 52, 64, 91], "15 rows are too few"
+    for num_more in range(1, 12):
+        sequence = sequence_of((1, 9, 2, 2, 9, *range(20, 20 + num_more)), images[:2])
+        assert borders_of(sequence, 64, whole_images) == [17, 33 + num_more]
 
 
 @given(st.integers(0, 12), st.integers(0, 12))

@@ -1,5 +1,7 @@
 """`CacheStore` against plain lists: what is committed stays, what is not never was."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import settings
@@ -8,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from foreglance.cache.kv import KV, KVSpec
 from foreglance.cache.recurrent import RecurrentSpec
-from foreglance.cache.store import PAGE, CacheFull, CacheStore
+from foreglance.cache.store import PAGE, CacheFull, CacheStore, merge, segment_bytes
 
 WINDOW, CAPACITY = 5, 10 * PAGE
 SPECS = (KVSpec(1, 1), KVSpec(1, 1, WINDOW), RecurrentSpec(((1,),)))
@@ -43,7 +45,7 @@ def model(rows):
 class Stores(RuleBasedStateMachine):
     """Sequences are opened, grow by provisional rows of which some are kept, go back, are copied and released."""
 
-    ids, marks = Bundle("ids"), Bundle("marks")
+    ids, marks, cuts = Bundle("ids"), Bundle("marks"), Bundle("cuts")
 
     def __init__(self):
         super().__init__()
@@ -95,15 +97,38 @@ class Stores(RuleBasedStateMachine):
             self.store.restore(sequence, checkpoint)
             self.rows[sequence] = list(rows)
 
-    @rule(target=ids, mark=marks)
-    def adopt(self, mark):
-        sequence, checkpoint, rows = mark
-        pages = self.store.pages_held + -(-len(rows) // PAGE)
-        gone = sequence not in self.rows or self.rows[sequence][: len(rows)] != rows
-        if gone or pages > CAPACITY // PAGE:
+    @rule(target=cuts, sequence=ids)
+    def cut(self, sequence):
+        """The first segment of a sequence."""
+        if sequence not in self.rows:
+            return multiple()
+        return [self.cut_from(sequence, 0)], list(self.rows[sequence])
+
+    @rule(target=cuts, cut=cuts, sequence=ids, merged=st.booleans())
+    def cut_behind(self, cut, sequence, merged):
+        """The segment behind others, or merged into the last of them."""
+        segments, rows = cut
+        if sequence not in self.rows or self.rows[sequence][: len(rows)] != rows:
+            return multiple()
+        behind = self.cut_from(sequence, len(rows))
+        copies = [replace(segment, layers=list(segment.layers)) for segment in segments]
+        own = [*copies[:-1], merge(copies[-1], behind, SPECS)] if merged else [*copies, behind]
+        assert own[-1].num_bytes == segment_bytes(SPECS, own[-1].stop - own[-1].start)
+        return own, list(self.rows[sequence])
+
+    def cut_from(self, sequence, start):
+        cache = self.store[sequence]
+        segment = cache.cut(start)
+        assert segment.num_bytes == cache.cut_bytes(start) == segment_bytes(SPECS, cache.rows - start)
+        return segment
+
+    @rule(target=ids, cut=cuts)
+    def adopt(self, cut):
+        segments, rows = cut
+        if self.store.pages_held + -(-len(rows) // PAGE) > CAPACITY // PAGE:
             return multiple()
         self.next += 1
-        self.store.adopt(self.next, self.store[sequence], checkpoint)
+        self.store.adopt(self.next, segments)
         self.rows[self.next] = list(rows)
         return self.next
 
@@ -160,10 +185,14 @@ def test_check_finds_rows_that_were_left_provisional():
         store.check()
 
 
-def test_detach_takes_a_sequence_out_without_copying():
+def test_segments_that_lack_rows_are_refused():
     store = CacheStore(SPECS)
-    cache = store.open(1)
-    assert store.detach(1) is cache and len(store) == 0
+    store.open(1)
+    store.reserve(1, 3)
+    write(store[1], [1, 2, 3])
+    store.commit(1, 3, (2,))
+    with pytest.raises(ValueError, match="3 rows lack 2 of them"):
+        store.adopt(2, [store[1].cut(2)])
 
 
 def test_heads_begin_at_the_same_alignment_whatever_the_capacity_is():

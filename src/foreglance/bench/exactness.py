@@ -69,7 +69,7 @@ def draw(rng: random.Random, max_tokens: int, drafts: tuple[str, ...]) -> Trial:
 def run(
     engine: Engine, tokens: int, seed: int = 0, max_tokens: int = 64, progress: Callable[[int], None] = lambda n: None
 ) -> Report:
-    """Compare at least `tokens` tokens. `engine` should not reuse prefixes (`Settings(prefix_slots=0)`)."""
+    """Compare at least `tokens` tokens. `engine` should not reuse prefixes (`Settings(prefix_cache_bytes=0)`)."""
     rng, pool = random.Random(seed), cases()
     drafts = ("ngram",) if engine.best_draft == "none" else (engine.best_draft, engine.best_draft, "ngram")
     report = Report(settings={"seed": seed, "max_tokens": max_tokens, "model": engine.target.spec.name})

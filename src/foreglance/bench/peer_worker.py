@@ -30,7 +30,9 @@ def run_foreglance(given: dict[str, Any]) -> Runner:
     from foreglance.settings import Settings
 
     torch.set_num_threads(given["threads"])
-    settings = Settings(weights=given["weights"], prefix_slots=0, slots=1, context=given["context"], try_drafts=False)
+    settings = Settings(
+        weights=given["weights"], prefix_cache_bytes=0, slots=1, context=given["context"], try_drafts=False
+    )
     engine = Engine.load(given["model"], settings, draft_model=given["assistant"])
 
     def run(job: Job) -> Answer:
@@ -68,7 +70,7 @@ def run_transformers(given: dict[str, Any]) -> Runner:
     kind = AutoModelForImageTextToText if config.get("vision_config") else AutoModelForCausalLM
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[given["weights"]]
     model = kind.from_pretrained(folder, dtype=dtype).eval()
-    engine = Engine.load(given["model"], Settings(weights="fp16", slots=1, prefix_slots=0, try_drafts=False))
+    engine = Engine.load(given["model"], Settings(weights="fp16", slots=1, prefix_cache_bytes=0, try_drafts=False))
     how = {"plain": {}, "mtp": {"use_mtp": True}, "prompt lookup": {"prompt_lookup_num_tokens": 3}}
 
     def run(job: Job) -> Answer:

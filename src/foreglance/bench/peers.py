@@ -251,7 +251,7 @@ def files_for(
 
 def cases_for(model: str, count: int, max_tokens: int) -> tuple[list[Case], int, int]:
     """-> (cases, image rows of one, context that holds any of them and its answer)."""
-    engine = Engine.load(model, Settings(weights="fp16", slots=1, prefix_slots=0, try_drafts=False))
+    engine = Engine.load(model, Settings(weights="fp16", slots=1, prefix_cache_bytes=0, try_drafts=False))
     cases = image_cases(count) if engine.target.spec.image_token >= 0 else text_cases(count)
     rows = [engine.prepare(case.request(SamplingParams(), Speculation("none"))) for case in cases]
     return cases, rows[0].num_image_rows, max(map(len, rows)) + max_tokens + 32

@@ -148,7 +148,7 @@ def measure(
 ) -> list[Quality]:
     """A line for fp32 and one for each format. `text` None: the model's own answers, `count` of them."""
     settings = {
-        name: Settings(weights=name, prefix_slots=0, slots=1, try_drafts=False) for name in (REFERENCE, *formats)
+        name: Settings(weights=name, prefix_cache_bytes=0, slots=1, try_drafts=False) for name in (REFERENCE, *formats)
     }
     reference = Engine.load(model, settings[REFERENCE])
     if text is None:

@@ -158,7 +158,7 @@ class Bench:
 
     def __init__(self, model: str, weights: str, threads: int, context: int, slots: int):
         torch.set_num_threads(threads)
-        settings = Settings(weights=weights, context=context, slots=slots, prefix_slots=0, try_drafts=False)
+        settings = Settings(weights=weights, context=context, slots=slots, prefix_cache_bytes=0, try_drafts=False)
         self._loaded = Engine.load(model, settings)
         assert self._loaded.self_test is not None
         self.self_test, self.weights = str(self._loaded.self_test), self._loaded.self_test.weights
@@ -272,6 +272,6 @@ def by_operation(model: str, weights: str, threads: int, max_tokens: int = 24) -
     """Where a plain decode step's time goes."""
     torch.set_num_threads(threads)
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    settings = Settings(weights=weights, prefix_slots=0, slots=1, try_drafts=False)
+    settings = Settings(weights=weights, prefix_cache_bytes=0, slots=1, try_drafts=False)
     (case,) = text_cases(1)
     return operations.measure(model, case.request(sampling, Speculation("none")), settings=settings)

@@ -6,9 +6,11 @@ steps of 64 rows, so that a head's rows begin at the same memory alignment whate
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,19 +35,42 @@ class KVSpec:
     def bytes_per_row(self) -> int:
         return 2 * 4 * self.kv_heads * self.head_size
 
+    def piece_shapes(self, num_rows: int) -> tuple[tuple[int, ...], ...]:
+        """Of a piece of `num_rows` rows: keys and values of all of them, or of those that the next row can see."""
+        kept = num_rows if self.window is None else min(num_rows, self.window - 1)
+        return ((self.kv_heads, kept, self.head_size),) * 2
+
+    def merge(self, pieces: Sequence[tuple[Tensor, ...]], num_rows: int) -> tuple[Tensor, ...]:
+        """Pieces that follow each other as one of `num_rows` rows."""
+        kept = self.piece_shapes(num_rows)[0][1]
+        keys, values = (torch.cat([piece[i] for piece in pieces], 1) for i in (0, 1))
+        if keys.shape[1] == kept:
+            return keys, values
+        return tuple(whole[:, whole.shape[1] - kept :].clone() for whole in (keys, values))
+
+    def join(self, pieces: Sequence[tuple[Tensor, ...]], num_rows: int) -> KV:
+        """A cache of `num_rows` rows that begins with these pieces, from the first row on."""
+        layer = KV(self)
+        layer.fill(pieces, num_rows)
+        return layer
+
 
 class KV:
     """Keys and values of rows [first, ...) of one sequence in one layer.
 
     Full attention keeps every row (first = 0). A window keeps what the next row can still see; older rows are dropped
-    when the buffer is full, which moves `first` and never a length.
+    when the buffer is full, which moves `first` and never a length. `address` are cells for native kernels: addresses
+    of keys and values, numbers from one head to the next, and `first`.
     """
 
     def __init__(self, spec: KVSpec):
         self.spec = spec
-        self._first = 0
-        self._keys = torch.empty(spec.kv_heads, 0, spec.head_size)
-        self._values = torch.empty(spec.kv_heads, 0, spec.head_size)
+        self.address = np.zeros(4, np.int64)
+        self._set(0, *(torch.empty(spec.kv_heads, 0, spec.head_size) for _ in range(2)))
+
+    def _set(self, first: int, keys: Tensor, values: Tensor) -> None:
+        self._first, self._keys, self._values = first, keys, values
+        self.address[:] = keys.data_ptr(), values.data_ptr(), keys.shape[1] * keys.shape[2], first
 
     def reserve(self, committed: int, num_rows: int) -> None:
         """Make room for rows [committed, committed + num_rows)."""
@@ -55,8 +80,7 @@ class KV:
         needed = committed + num_rows - keep_from
         capacity = _round_up(max(needed, min(2 * needed, needed + 1024)))
         used = slice(keep_from - self._first, committed - self._first)
-        self._keys, self._values = (self._moved(old, used, capacity) for old in (self._keys, self._values))
-        self._first = keep_from
+        self._set(keep_from, *(self._moved(old, used, capacity) for old in (self._keys, self._values)))
 
     @staticmethod
     def _moved(old: Tensor, used: slice, capacity: int) -> Tensor:
@@ -93,16 +117,22 @@ class KV:
         if saved is None:
             return
         keys, values = saved
-        self._first = rows - keys.shape[1]
-        self._keys, self._values = keys.clone(), values.clone()
+        self._set(rows - keys.shape[1], keys.clone(), values.clone())
 
-    def copy(self, rows: int, saved: Any) -> KV:
-        """A new object that holds the first `rows` rows."""
-        twin = KV(self.spec)
-        if saved is not None:
-            twin.load(rows, saved)
-        elif rows:
-            twin.reserve(0, rows)
-            keys, values = self.read(0, rows)
-            twin._keys[:, :rows], twin._values[:, :rows] = keys, values
-        return twin
+    def fill(self, pieces: Sequence[tuple[Tensor, ...]], num_rows: int) -> None:
+        """Hold `num_rows` rows of which these pieces, from the first row on, have at least those that are kept."""
+        lacking = self.spec.piece_shapes(num_rows)[0][1]
+        self._set(num_rows - lacking, self._keys, self._values)
+        self.reserve(num_rows - lacking, lacking)
+        for keys, values in reversed(pieces):
+            n = min(lacking, keys.shape[1])
+            self._keys[:, lacking - n : lacking] = keys[:, keys.shape[1] - n :]
+            self._values[:, lacking - n : lacking] = values[:, values.shape[1] - n :]
+            lacking -= n
+        if lacking:
+            raise ValueError(f"pieces of a cache of {num_rows} rows lack {lacking} of them")
+
+    def piece(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Copies in main memory of the keys and values of committed rows [start, stop), see `KVSpec.piece_shapes`."""
+        kept = self.spec.piece_shapes(stop - start)[0][1]
+        return tuple(rows.to("cpu", copy=True) for rows in self.read(stop - kept, stop))

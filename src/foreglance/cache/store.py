@@ -12,7 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from foreglance.batch import Held
 from foreglance.cache.kv import KV, KVSpec
@@ -40,12 +44,33 @@ class Checkpoint:
     layers: tuple[Any, ...]
 
 
+@dataclass
+class Segment:
+    """Copies of rows [start, stop) of one sequence in all layers; `last` is the position of row stop - 1.
+
+    `layers` are pieces as the layers' specs say (`piece_shapes`). Segments from row 0 on that follow each other hold
+    all that it takes to go on behind the last of them.
+    """
+
+    start: int
+    stop: int
+    last: Coordinates | None
+    layers: list[tuple[Tensor, ...]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for piece in self.layers for tensor in piece)
+
+
 class SequenceCache:
     """All layers of one sequence. `rows` are committed; `provisional` were reserved for the running forward."""
 
-    def __init__(self, layers: Sequence[LayerCache]):
+    def __init__(self, layers: Sequence[LayerCache], rows: int = 0):
         self.layers = tuple(layers)
-        self.rows = 0
+        self.recurrent = tuple(layer for layer in self.layers if isinstance(layer, Recurrent))
+        self._addresses = np.array([layer.address.ctypes.data for layer in self.layers], np.int64)
+        self.addresses: int = self._addresses.ctypes.data  # of the addresses of the layers' cells, for native kernels
+        self.rows = rows
         self.provisional = 0
         self.last: Coordinates | None = None
 
@@ -53,12 +78,34 @@ class SequenceCache:
     def held(self) -> Held:
         return Held(self.rows, self.last)
 
+    def cut(self, start: int) -> Segment:
+        """Copies of the committed rows from `start` on."""
+        return Segment(start, self.rows, self.last, [layer.piece(start, self.rows) for layer in self.layers])
+
+    def cut_bytes(self, start: int) -> int:
+        """How much memory `cut` would take."""
+        return segment_bytes([layer.spec for layer in self.layers], self.rows - start)
+
+
+def segment_bytes(specs: Sequence[LayerSpec], num_rows: int) -> int:
+    """Memory of a segment of `num_rows` rows."""
+    return sum(4 * prod(shape) for spec in specs for shape in spec.piece_shapes(num_rows))
+
+
+def merge(one: Segment, other: Segment, specs: Sequence[LayerSpec]) -> Segment:
+    """Two segments that follow each other as one. Takes them apart layer by layer: never twice in memory."""
+    num_rows, layers = other.stop - one.start, []
+    for place, spec in enumerate(specs):
+        layers.append(spec.merge((one.layers[place], other.layers[place]), num_rows))
+        one.layers[place] = other.layers[place] = ()
+    return Segment(one.start, other.stop, other.last, layers)
+
 
 class CacheStore:
     """The caches of one model, by sequence id. `capacity` is the budget in rows; None: without bound."""
 
     def __init__(self, specs: Sequence[LayerSpec], capacity: int | None = None):
-        self._specs = tuple(specs)
+        self.specs = tuple(specs)
         self._capacity = capacity
         self._sequences: dict[int, SequenceCache] = {}
 
@@ -87,7 +134,7 @@ class CacheStore:
         """A new, empty sequence."""
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} is open already")
-        cache = SequenceCache([spec.make() for spec in self._specs])
+        cache = SequenceCache([spec.make() for spec in self.specs])
         self._sequences[sequence] = cache
         return cache
 
@@ -128,10 +175,6 @@ class CacheStore:
             raise KeyError(f"sequence {sequence} holds nothing here")
         del self._sequences[sequence]
 
-    def detach(self, sequence: int) -> SequenceCache:
-        """Take a sequence's caches out of the store without copying, e.g. into the prefix cache."""
-        return self._sequences.pop(sequence)
-
     def checkpoint(self, sequence: int) -> Checkpoint:
         """The sequence as it is now; provisional rows are not part of it."""
         cache = self._sequences[sequence]
@@ -144,12 +187,13 @@ class CacheStore:
             layer.load(checkpoint.rows, saved)
         cache.rows, cache.last, cache.provisional = checkpoint.rows, checkpoint.last, 0
 
-    def adopt(self, sequence: int, source: SequenceCache, checkpoint: Checkpoint) -> None:
-        """Open a sequence that begins as a copy of `source` at `checkpoint`."""
-        cache = self.open(sequence)
-        pairs = zip(source.layers, checkpoint.layers, strict=True)
-        cache.layers = tuple(layer.copy(checkpoint.rows, saved) for layer, saved in pairs)
-        cache.rows, cache.last = checkpoint.rows, checkpoint.last
+    def adopt(self, sequence: int, segments: Sequence[Segment]) -> None:
+        """Open a sequence that begins with copies of these rows, from the first one on."""
+        end, pieces = segments[-1], zip(*(segment.layers for segment in segments), strict=True)
+        layers = [spec.join(own, end.stop) for spec, own in zip(self.specs, pieces, strict=True)]
+        self.open(sequence)
+        self._sequences[sequence] = SequenceCache(layers, end.stop)
+        self._sequences[sequence].last = end.last
 
     def check(self) -> None:
         """Integrity, run when idle and after tests: free + held = total, nothing provisional, nothing negative."""

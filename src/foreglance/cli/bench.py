@@ -39,7 +39,7 @@ def progress_bar(text: str, total: int) -> Iterator:
 def _engine(model: str, weights: str, slots: int = 1, second: str | None = None):
     """Every run computes its whole prompt: no prefix is reused."""
     options = ModelOptions(model=model, weights=weights)
-    return load_engine(options, options.settings(slots=slots, prefix_slots=0), second=second)
+    return load_engine(options, options.settings(slots=slots, prefix_cache_bytes=0), second=second)
 
 
 def show(made: object, as_json: bool, body: dict) -> None:

@@ -74,7 +74,7 @@ def demo(options: DemoOptions) -> None:
 
 
 def _demo(options: DemoOptions) -> None:
-    settings = options.settings(prefix_slots=0)  # each run computes its whole prompt
+    settings = options.settings(prefix_cache_bytes=0)  # each run computes its whole prompt
     with_drafts = partial(options.request, options.question())
     without = partial(with_drafts, Speculation("none"))
     check_pictures(with_drafts(), settings)

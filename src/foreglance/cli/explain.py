@@ -32,7 +32,7 @@ class ExplainOptions(ModelOptions):
 @takes(ExplainOptions)
 def explain(options: ExplainOptions) -> None:
     """Draw which rows target and draft hold for a prompt, and at which positions."""
-    settings = options.settings(prefix_slots=0, slots=1, try_drafts=False)
+    settings = options.settings(prefix_cache_bytes=0, slots=1, try_drafts=False)
     request = Request.from_prompt(options.prompt, options.image, system=options.system)
     check_pictures(request, settings)
     _check_target(options.svg)

@@ -22,7 +22,7 @@ class GenerateOptions(PromptOptions):
 @takes(GenerateOptions)
 def generate(options: GenerateOptions) -> None:
     """Answer one prompt about text and pictures."""
-    settings, request = options.settings(prefix_slots=0), options.request(options.question())
+    settings, request = options.settings(prefix_cache_bytes=0), options.request(options.question())
     check_pictures(request, settings)
     engine = load_engine(options, settings, options.draft, options.second_model)
     if options.json:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from foreglance.cache.store import CacheStore, Checkpoint, SequenceCache
+from foreglance.cache.prefix import Hit, Memory
+from foreglance.cache.store import CacheStore
 from foreglance.models.base import HeadSpec, ModelError, ModelSpec
 from foreglance.sequence import Sequence
 
@@ -29,21 +30,6 @@ class Settled:
     depth: int
 
 
-@dataclass(frozen=True)
-class Memory:
-    """A drafter's state of one sequence at a checkpoint, the twin of the target's `Checkpoint`.
-
-    `cache` and `checkpoint` are its own rows; `notes` is what it keeps besides (states that wait for their input).
-    `inputs_from` is the first target row whose input it has yet to read; None: it reads none.
-    """
-
-    key: str
-    cache: SequenceCache | None
-    checkpoint: Checkpoint | None
-    notes: Any
-    inputs_from: int | None = None
-
-
 class Drafter(Protocol):
     """Guesses what the target will pick. "No drafter" is a drafter that guesses nothing.
 
@@ -51,6 +37,7 @@ class Drafter(Protocol):
     reads_target  whether it reads the target's cache (then commit must come before propose: it always does)
     max_depth     the deepest guess that makes sense
     stores        its own caches, for integrity checks
+    keys          of the memories that it can go on with
     """
 
     kind: str
@@ -58,13 +45,14 @@ class Drafter(Protocol):
     reads_target: bool
     max_depth: int
     stores: tuple[CacheStore, ...]
+    keys: tuple[str, ...]
 
     def key(self, sequence: Sequence) -> str | None:
         """Which memory this drafter needs to go on with a reused prefix; None: it needs none."""
         ...
 
-    def admit(self, sequence: Sequence, memory: Memory | None) -> None:
-        """A sequence begins, perhaps on a reused prefix whose `memory` it gets back."""
+    def admit(self, sequence: Sequence, hit: Hit | None) -> None:
+        """A sequence begins, perhaps on stored rows: with the draft's own, if this drafter has a `key`."""
         ...
 
     def propose(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
@@ -72,7 +60,7 @@ class Drafter(Protocol):
         ...
 
     def remember(self, sequence: Sequence) -> Memory:
-        """The state that belongs to a checkpoint taken now."""
+        """Its state of a sequence as it is now, for a checkpoint."""
         ...
 
     def retire(self, sequence: Sequence) -> None:
@@ -88,18 +76,19 @@ class NoDraft:
     reads_target = False
     max_depth = 0
     stores: tuple[CacheStore, ...] = ()
+    keys: tuple[str, ...] = ()
 
     def key(self, sequence: Sequence) -> str | None:
         return None
 
-    def admit(self, sequence: Sequence, memory: Memory | None) -> None:
+    def admit(self, sequence: Sequence, hit: Hit | None) -> None:
         pass
 
     def propose(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
         return {}
 
     def remember(self, sequence: Sequence) -> Memory:
-        return Memory(self.kind, None, None, None)
+        return Memory()
 
     def retire(self, sequence: Sequence) -> None:
         pass

@@ -14,8 +14,9 @@ from itertools import takewhile
 import numpy as np
 
 from foreglance.batch import TILE, Part
+from foreglance.cache.prefix import Hit, Memory
 from foreglance.cache.store import CacheStore, Checkpoint
-from foreglance.drafters.base import Memory, Settled
+from foreglance.drafters.base import Settled
 from foreglance.drafters.chains import MAX_WAITING, Chain, ChainRunner, must_catch_up
 from foreglance.models.base import Target
 from foreglance.prompt import Positions
@@ -76,17 +77,17 @@ class IndependentDrafter:
         self._runner = ChainRunner(model, self._store, vocab_size)
         self._lanes: dict[int, Lane] = {}
         self.stores = (self._store,)
+        self.keys = (f"{self.kind}/{model.spec.name}",)
 
     def key(self, sequence: Sequence) -> str:
-        return f"{self.kind}/{self._spec.name}"
+        return self.keys[0]
 
-    def admit(self, sequence: Sequence, memory: Memory | None) -> None:
+    def admit(self, sequence: Sequence, hit: Hit | None) -> None:
         sequence.report = replace(sequence.report, model=self._spec.name)
-        if memory is None:
+        if hit is None:
             self._store.open(sequence.id)
         else:
-            assert memory.cache is not None and memory.checkpoint is not None
-            self._store.adopt(sequence.id, memory.cache, memory.checkpoint)
+            self._store.adopt(sequence.id, hit.drafts[0])
         self._lanes[sequence.id] = Lane(sequence, TextRows(sequence))
 
     def retire(self, sequence: Sequence) -> None:
@@ -94,7 +95,7 @@ class IndependentDrafter:
             self._store.release(sequence.id)
 
     def remember(self, sequence: Sequence) -> Memory:
-        return Memory(self.key(sequence), self._store[sequence.id], self._store.checkpoint(sequence.id), None)
+        return Memory(self.key(sequence), (self._store[sequence.id],))
 
     def propose(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
         # 1. rows of guesses that stood are kept, the others are given back

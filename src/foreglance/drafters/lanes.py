@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from foreglance.batch import TILE, InputSpec, Part
+from foreglance.cache.prefix import Hit, Memory, Waiting
 from foreglance.cache.store import CacheStore
-from foreglance.drafters.base import Memory
 from foreglance.drafters.rows import DraftRows, RowMap
 from foreglance.models.base import DraftHead
+from foreglance.request import IMAGE_POLICIES
 from foreglance.sequence import Sequence
 
 
@@ -35,6 +36,11 @@ class Lane:
     def ready(self) -> int:
         """Target rows below this have a known input and a state."""
         return min(self.first + self.num_waiting, self._known() - self.map.shift)
+
+    @property
+    def inputs_from(self) -> int:
+        """The first target row whose input is still to be read."""
+        return self.first + self.map.shift
 
     def _known(self) -> int:
         """In prefill the next chunk's first inputs are known already, but a reused prefix may go on differently there,
@@ -88,32 +94,39 @@ class Lanes:
     def __getitem__(self, sequence: Sequence) -> Lane:
         return self._lanes[sequence.id]
 
-    def admit(self, sequence: Sequence, memory: Memory | None) -> None:
+    def admit(self, sequence: Sequence, hit: Hit | None, place: int = 0) -> None:
+        """`place` is the module's among those of its head."""
         spec, policy = self._spec, sequence.request.speculation.images
         row_map = self._row_map(sequence, policy, spec.rule, spec.position_of, spec.placeholder, self._shift)
         lane = Lane(sequence, row_map, spec.hidden_size)
-        if memory is None:
+        if hit is None:
             self.store.open(sequence.id)
         else:
-            assert memory.cache is not None and memory.checkpoint is not None
-            self.store.adopt(sequence.id, memory.cache, memory.checkpoint)
-            lane.first, states = memory.notes
+            self.store.adopt(sequence.id, hit.drafts[place])
+            lane.first, states = hit.waiting[place].first, hit.waiting[place].states
             lane.waiting, lane.num_waiting = [states] if len(states) else [], len(states)
         self._lanes[sequence.id] = lane
-
-    def remember(self, sequence: Sequence, key: str) -> Memory:
-        lane = self[sequence]
-        cache, checkpoint = self.store[sequence.id], self.store.checkpoint(sequence.id)
-        return Memory(key, cache, checkpoint, (lane.first, lane.rest()), lane.first + self._shift)
 
     def retire(self, sequence: Sequence) -> None:
         if self._lanes.pop(sequence.id, None) is not None:
             self.store.release(sequence.id)
 
 
+def remember(key: str, modules: Iterable[Lanes], sequence: Sequence) -> Memory:
+    """The memory of a head with these modules."""
+    lanes = [(lanes[sequence], lanes.store[sequence.id]) for lanes in modules]
+    waiting = tuple(Waiting(lane.first, lane.rest()) for lane, _ in lanes)
+    return Memory(key, tuple(cache for _, cache in lanes), waiting, min(lane.inputs_from for lane, _ in lanes))
+
+
 def memory_key(kind: str, sequence: Sequence) -> str:
     """Draft rows of another policy are other rows."""
     return f"{kind}/{sequence.request.speculation.images}"
+
+
+def memory_keys(kind: str) -> tuple[str, ...]:
+    """Of all policies."""
+    return tuple(f"{kind}/{policy}" for policy in IMAGE_POLICIES)
 
 
 def inputs_of(head: DraftHead, sequences: Iterable[Sequence]) -> InputSpec:

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from foreglance.batch import Part
-from foreglance.drafters.base import Memory, Settled
+from foreglance.cache.prefix import Hit, Memory
+from foreglance.drafters.base import Settled
 from foreglance.drafters.chains import Chain, ChainRunner, must_catch_up
-from foreglance.drafters.lanes import Lane, Lanes, inputs_of, memory_key
+from foreglance.drafters.lanes import Lane, Lanes, inputs_of, memory_key, memory_keys, remember
 from foreglance.drafters.rows import RowMap
 from foreglance.models.base import DraftHead
 from foreglance.request import MAX_DEPTH
@@ -29,6 +30,7 @@ class MtpDrafter:
     wants_hidden = True
     reads_target = False
     max_depth = MAX_DEPTH
+    keys = memory_keys("mtp")
 
     def __init__(self, head: DraftHead, capacity: int | None = None, row_map: type[RowMap] = RowMap):
         self._head = head
@@ -37,14 +39,14 @@ class MtpDrafter:
         self._runner = ChainRunner(head, self._store, head.spec.vocab_size)
         self.stores = (self._store,)
 
-    def admit(self, sequence: Sequence, memory: Memory | None) -> None:
-        self._lanes.admit(sequence, memory)
+    def admit(self, sequence: Sequence, hit: Hit | None) -> None:
+        self._lanes.admit(sequence, hit)
 
     def retire(self, sequence: Sequence) -> None:
         self._lanes.retire(sequence)
 
     def remember(self, sequence: Sequence) -> Memory:
-        return self._lanes.remember(sequence, self.key(sequence))
+        return remember(self.key(sequence), [self._lanes], sequence)
 
     def key(self, sequence: Sequence) -> str:
         return memory_key(self.kind, sequence)

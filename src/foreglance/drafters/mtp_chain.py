@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from foreglance.batch import TILE
+from foreglance.cache.prefix import Hit, Memory
 from foreglance.cache.store import CacheStore
-from foreglance.drafters.base import Memory, Settled
+from foreglance.drafters.base import Settled
 from foreglance.drafters.chains import Chain, ChainRunner, extend, fit, must_catch_up
-from foreglance.drafters.lanes import Lanes, inputs_of, memory_key
+from foreglance.drafters.lanes import Lanes, inputs_of, memory_key, memory_keys, remember
 from foreglance.drafters.rows import RowMap
 from foreglance.models.base import ChainedHead, DraftHead
 from foreglance.request import MAX_DEPTH
@@ -88,6 +89,7 @@ class ChainDrafter:
     wants_hidden = True
     reads_target = False
     max_depth = MAX_DEPTH
+    keys = memory_keys("mtp")
 
     def __init__(self, head: ChainedHead, capacity: int | None = None, row_map: type[RowMap] = RowMap):
         self._modules: list[Module] = []
@@ -101,16 +103,12 @@ class ChainDrafter:
     def key(self, sequence: Sequence) -> str:
         return memory_key(self.kind, sequence)
 
-    def admit(self, sequence: Sequence, memory: Memory | None) -> None:
-        notes = [None] * len(self._modules) if memory is None else memory.notes
-        for module, own in zip(self._modules, notes, strict=True):
-            module.lanes.admit(sequence, own)
+    def admit(self, sequence: Sequence, hit: Hit | None) -> None:
+        for module in self._modules:
+            module.lanes.admit(sequence, hit, module.number)
 
     def remember(self, sequence: Sequence) -> Memory:
-        """`notes` are the modules' own memories."""
-        key = self.key(sequence)
-        notes = tuple(module.lanes.remember(sequence, key) for module in self._modules)
-        return Memory(key, None, None, notes, min(note.inputs_from for note in notes))
+        return remember(self.key(sequence), [module.lanes for module in self._modules], sequence)
 
     def retire(self, sequence: Sequence) -> None:
         for module in self._modules:

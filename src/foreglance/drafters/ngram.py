@@ -9,8 +9,9 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
+from foreglance.cache.prefix import Hit, Memory
 from foreglance.cache.store import CacheStore
-from foreglance.drafters.base import Memory, Settled
+from foreglance.drafters.base import Settled
 from foreglance.request import MAX_DEPTH
 from foreglance.sequence import Sequence
 
@@ -27,11 +28,12 @@ class NgramDrafter:
     reads_target = False
     max_depth = MAX_DEPTH
     stores: tuple[CacheStore, ...] = ()
+    keys: tuple[str, ...] = ()
 
     def key(self, sequence: Sequence) -> str | None:
         return None
 
-    def admit(self, sequence: Sequence, memory: Memory | None) -> None:
+    def admit(self, sequence: Sequence, hit: Hit | None) -> None:
         pass
 
     def propose(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
@@ -39,7 +41,7 @@ class NgramDrafter:
         return {one.sequence.id: look_up(history(one.sequence), one.depth) for one in wanted}
 
     def remember(self, sequence: Sequence) -> Memory:
-        return Memory(self.kind, None, None, None)
+        return Memory()
 
     def retire(self, sequence: Sequence) -> None:
         pass

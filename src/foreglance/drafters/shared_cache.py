@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from foreglance.cache.kv import KV
+from foreglance.cache.prefix import Hit, Memory
 from foreglance.cache.store import CacheStore
-from foreglance.drafters.base import Memory, Settled
+from foreglance.drafters.base import Settled
 from foreglance.drafters.chains import Chain, extend
 from foreglance.models.reading import Lent, Reader
 from foreglance.request import MAX_DEPTH
@@ -30,6 +31,7 @@ class SharedCacheDrafter:
     reads_target = True
     max_depth = MAX_DEPTH
     stores: tuple[CacheStore, ...] = ()
+    keys: tuple[str, ...] = ()
 
     def __init__(self, reader: Reader, target_store: CacheStore):
         self._reader, self._target_store = reader, target_store
@@ -37,11 +39,11 @@ class SharedCacheDrafter:
     def key(self, sequence: Sequence) -> str | None:
         return None
 
-    def admit(self, sequence: Sequence, memory: Memory | None) -> None:
+    def admit(self, sequence: Sequence, hit: Hit | None) -> None:
         sequence.report = replace(sequence.report, model=self._reader.spec.name)
 
     def remember(self, sequence: Sequence) -> Memory:
-        return Memory(self.kind, None, None, None)
+        return Memory()
 
     def retire(self, sequence: Sequence) -> None:
         pass
