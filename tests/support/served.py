@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import socket
 import threading
 import time
@@ -24,19 +23,50 @@ from foreglance.serve.settings import ServerSettings
 
 SCENE = Path(foreglance.__file__).parent / "assets" / "scene.png"
 MODEL = "tiny-qwen"
-PATIENCE = 60.0  # seconds until a test gives up; a busy machine is slow
+PATIENCE = 120.0  # seconds until a test gives up; a busy machine is slow
+
+
+class Gate:
+    """Steps pass while it is open; while it is closed, as many as are let through."""
+
+    def __init__(self):
+        self.num_passed = 0
+        self._is_open, self._extra = True, 0
+        self._changed = threading.Condition()
+
+    def passed(self, step):
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._is_open or self._extra, PATIENCE)
+            self._extra -= not self._is_open
+            self.num_passed += 1
+        return step()
+
+    def open(self):
+        with self._changed:
+            self._is_open, self._extra = True, 0
+            self._changed.notify_all()
+
+    def close(self):
+        with self._changed:
+            self._is_open = False
+
+    def let_through(self, steps: int) -> None:
+        """Wait until that many more have passed."""
+        with self._changed:
+            self._extra += steps
+            self._changed.notify_all()
+        until(lambda: not self._extra, "the steps are made")
 
 
 @dataclass
 class Served:
-    """A running server. `gate` holds the engine between two steps while it is closed; `steps` counts them."""
+    """A running server. Its engine steps through a gate."""
 
     engine: Engine
     url: str
     host: Host
-    gate: threading.Event
     server: Server
-    steps: itertools.count
+    gate: Gate
 
     def openai(self, **options) -> openai.OpenAI:
         return openai.OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "any", "max_retries": 0, **options})
@@ -47,11 +77,11 @@ class Served:
     @contextmanager
     def held(self) -> Iterator[None]:
         """No step is made meanwhile."""
-        self.gate.clear()
+        self.gate.close()
         try:
             yield
         finally:
-            self.gate.set()
+            self.gate.open()
 
     def settle(self) -> None:
         """Wait until nothing runs; then no store may hold a row."""
@@ -62,15 +92,8 @@ class Served:
 @contextmanager
 def serving(engine: Engine, settings: ServerSettings | None = None, grace: float = 1.0) -> Iterator[Served]:
     """A server over an engine that no other server uses meanwhile; several may exist."""
-    gate, step, steps = threading.Event(), engine.step, itertools.count()
-    gate.set()
-
-    def gated():
-        gate.wait(PATIENCE)
-        next(steps)
-        return step()
-
-    engine.step = gated
+    gate, step = Gate(), engine.step
+    engine.step = lambda: gate.passed(step)
     bound, ready = bind("127.0.0.1", 0), threading.Event()
     app = create_app(engine, settings)
     server = Server(app, grace, ready.set)
@@ -78,9 +101,9 @@ def serving(engine: Engine, settings: ServerSettings | None = None, grace: float
     thread.start()
     assert ready.wait(PATIENCE), "the server did not start"
     try:
-        yield Served(engine, f"http://127.0.0.1:{bound.getsockname()[1]}", app.state.host, gate, server, steps)
+        yield Served(engine, f"http://127.0.0.1:{bound.getsockname()[1]}", app.state.host, server, gate)
     finally:
-        gate.set()
+        gate.open()
         server.should_exit = True
         thread.join(PATIENCE)
         engine.step = step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -39,17 +39,35 @@ class Opened:
         self._left = set(self._index)
         self.runs = False
         self._arrived: asyncio.Queue[Event | Lost] = asyncio.Queue()
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._began = asyncio.get_running_loop().time()
 
     def deliver(self, item: Event | Lost) -> None:
         self._arrived.put_nowait(item)
+
+    def lose(self, reason: str) -> None:
+        """End it wherever it is."""
+        if not self._lost.done():
+            self._lost.set_result(reason)
+            self.deliver(Lost("", reason))
+
+    async def unless_lost(self, work: Awaitable[Answer]) -> Answer:
+        """Work that leads to the first event. Raises `ApiError` if the job is lost meanwhile."""
+        doing = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((doing, self._lost), return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                raise stopped(self._lost.result())
+            return doing.result()
+        finally:
+            doing.cancel()
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """(index of the request, event) until all have ended. Raises `ApiError` if one cannot go on."""
         while self._left:
             item = await self._arrived.get()
             if isinstance(item, Lost):
-                raise ApiError(503, item.reason, code="engine_stopped")
+                raise stopped(item.reason)
             if item.result is not None:
                 self._left.discard(item.request_id)
                 self._dispatch.metrics.ended(item.result)
@@ -62,11 +80,15 @@ class Opened:
         count, self._index = len(self._index), {}
         if not count:
             return
-        self._dispatch.release(count, self._left)
+        self._dispatch.release(self, count, self._left)
         if self.runs and self._left:
             self._dispatch.metrics.lost(len(self._left))
         elif self.runs:
             self._dispatch.took(asyncio.get_running_loop().time() - self._began)
+
+
+def stopped(reason: str) -> ApiError:
+    return ApiError(503, reason, code="engine_stopped")
 
 
 @dataclass
@@ -83,6 +105,7 @@ class Dispatch:
         self._engine, self._worker, self._settings = engine, worker, settings
         self._slots = engine.settings.slots
         self._load = Load()
+        self._opened: set[Opened] = set()
         self._stopping = False
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="prepare")
 
@@ -90,17 +113,21 @@ class Dispatch:
         """Queue a job's requests. Raises `ApiError` or `RequestError` before any of them runs."""
         opened = Opened(self, job)
         self._admit(len(job.requests))
+        self._opened.add(opened)
         try:
-            prepared = await self.prepare(job.requests, job.n)
-            await asyncio.wrap_future(self._worker.submit(prepared, opened.deliver))
+            await opened.unless_lost(self._enter(opened))
             opened.runs = True
         except WorkerStopped as error:
             opened.close()
-            raise ApiError(503, str(error), code="engine_stopped") from None
+            raise stopped(str(error)) from None
         except BaseException:
             opened.close()
             raise
         return opened
+
+    async def _enter(self, opened: Opened) -> None:
+        prepared = await self.prepare(opened.job.requests, opened.job.n)
+        await asyncio.wrap_future(self._worker.submit(prepared, opened.deliver))
 
     async def prepare(self, requests: Sequence[Request], n: int = 1) -> list[tuple[Request, Rows]]:
         """Rows of each prompt; `n` requests in a row share one."""
@@ -111,8 +138,9 @@ class Dispatch:
         """Do something with text or pictures in the one thread for that."""
         return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
 
-    def release(self, count: int, left: Collection[str]) -> None:
+    def release(self, opened: Opened, count: int, left: Collection[str]) -> None:
         """Room for `count` more; what is left of them is cancelled, also if it is only on its way into the engine."""
+        self._opened.discard(opened)
         self._load.open -= count
         if left:
             self._worker.cancel(left)
@@ -125,12 +153,18 @@ class Dispatch:
         """Requests that were taken and have not ended, wherever they are."""
         return self._load.open
 
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping
+
     def stop_taking(self) -> None:
         """Refuse new requests: the server is told to stop."""
         self._stopping = True
 
     def lose_all(self, reason: str) -> None:
-        self._worker.lose_all(reason)
+        """End every open request with that reason, now: the engine hears of it after its step."""
+        for opened in list(self._opened):
+            opened.lose(reason)
 
     def shutdown(self) -> None:
         self._preparing.shutdown(wait=False, cancel_futures=True)

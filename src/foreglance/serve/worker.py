@@ -78,11 +78,6 @@ class Worker:
         with suppress(WorkerStopped):  # then nothing is open
             self.ask(order)
 
-    def lose_all(self, reason: str) -> None:
-        """End every open request with that reason."""
-        with suppress(WorkerStopped):
-            self.ask(lambda engine: self._lose(engine, reason))
-
     def ask(self, question: Callable[[Engine], Answer]) -> Future[Answer]:
         """Have the thread call `question` between two steps. Raises `WorkerStopped` if it runs no more."""
         answer: Future[Answer] = Future()
