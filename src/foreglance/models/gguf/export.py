@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foreglance.models import registry
 from foreglance.models.base import ModelError
-from foreglance.models.gguf import qwen3_5
+from foreglance.models.gguf import gemma4, qwen3_5
 from foreglance.models.gguf.naming import Spelling
 from foreglance.models.gguf.tokens import tokenizer_metadata
 from foreglance.models.weights import Weights
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-FAMILIES: dict[str, ModuleType] = {"qwen3_5": qwen3_5, "qwen3_5_moe": qwen3_5}
+FAMILIES: dict[str, ModuleType] = {kind: module for module in (qwen3_5, gemma4) for kind in module.MODEL_TYPES}
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2}  # llama.cpp's numbers for general.file_type
 MODEL_TRUNKS = ("model.language_model.", "model.")
 
@@ -34,9 +35,6 @@ class HubTensors:
 
     def __contains__(self, name: str) -> bool:
         return self._own(name) in self._weights or bool(self._singles(name))
-
-    def any_under(self, prefix: str) -> bool:
-        return any(self._weights.names(prefix))
 
     def get(self, name: str) -> Tensor:
         if self._own(name) in self._weights:
@@ -71,22 +69,26 @@ def export(
     """
     if kind not in TYPES:
         raise ModelError(f"type {kind!r} is unknown; there are {', '.join(TYPES)}")
-    config = json.loads((folder / "config.json").read_text())
-    family = FAMILIES.get(config.get("model_type", ""))
+    model_type = registry.model_type_of(folder)
+    family = FAMILIES.get(model_type)
     if family is None:
-        known = ", ".join(FAMILIES)
-        raise ModelError(f"{folder}: model_type {config.get('model_type')!r} cannot be exported; {known} can")
+        raise ModelError(f"{folder}: model_type {model_type!r} cannot be exported; {', '.join(FAMILIES)} can")
+    read = next((one.read_config for one in registry.FAMILIES if model_type in one.model_types), registry.auto_config)
+    config = read(folder).to_dict()
     tensors = HubTensors(folder)
-    if not tensors.any_under(family.MTP):
-        config["text_config"]["mtp_num_hidden_layers"] = 0
-    written = [out]
     spelled = [one for one in family.spellings(config) if one.hub in tensors]
-    _write_model(folder, out, config, family, tensors, spelled, kind, with_draft=draft is None)
-    if draft is not None:
-        shared = [one for one in spelled if one.hub in family.SHARED or one.hub.startswith(family.MTP)]
-        if len(shared) <= len(family.SHARED):
+    head = [one for one in spelled if family.of_head(one.hub, config)]
+    config = config if head else family.with_heads(config, 0)
+    written = [out]
+    if draft is None:
+        _write(out, _model_values(folder, config, family, kind), spelled, tensors, kind, family.extra_tensors(config))
+    else:
+        if not head:
             raise ModelError(f"{folder} has no draft head to write to {draft}")
-        _write(draft, _model_values(folder, config, family, kind), shared, tensors, kind)
+        alone, trunk = family.with_heads(config, 0), [one for one in spelled if one not in head]
+        _write(out, _model_values(folder, alone, family, kind), trunk, tensors, kind, family.extra_tensors(config))
+        shared = [one for one in trunk if one.hub in family.SHARED]
+        _write(draft, _model_values(folder, config, family, kind), [*shared, *head], tensors, kind)
         written.append(draft)
     if mmproj is not None:
         if not config.get("vision_config"):
@@ -95,24 +97,8 @@ def export(
         towers = family.vision_spellings(config)
         _write(mmproj, family.vision_metadata_of(config, processor), towers, tensors, "f16" if kind != "f32" else kind)
         written.append(mmproj)
-    tensors.finish(() if mmproj is not None else (family.TOWER,))
+    tensors.finish(family.NOT_EXPORTED if mmproj is not None else (*family.NOT_EXPORTED, *family.TOWER_PREFIXES))
     return written
-
-
-def _write_model(
-    folder: Path,
-    out: Path,
-    config: dict[str, Any],
-    family: ModuleType,
-    tensors: HubTensors,
-    spelled: Sequence[Spelling],
-    kind: str,
-    with_draft: bool,
-) -> None:
-    if not with_draft:
-        config = config | {"text_config": config["text_config"] | {"mtp_num_hidden_layers": 0}}
-        spelled = [one for one in spelled if not one.hub.startswith(family.MTP)]
-    _write(out, _model_values(folder, config, family, kind), spelled, tensors, kind)
 
 
 def _model_values(folder: Path, config: dict[str, Any], family: ModuleType, kind: str) -> dict[str, Any]:
@@ -128,8 +114,15 @@ def _model_values(folder: Path, config: dict[str, Any], family: ModuleType, kind
     return values | tokenizer_metadata(folder, tokenizer, config["text_config"]["vocab_size"])
 
 
-def _write(path: Path, values: Mapping[str, Any], spelled: Sequence[Spelling], tensors: HubTensors, kind: str) -> None:
-    from gguf import GGUFWriter
+def _write(
+    path: Path,
+    values: Mapping[str, Any],
+    spelled: Sequence[Spelling],
+    tensors: HubTensors,
+    kind: str,
+    extra: Mapping[str, Tensor] | None = None,
+) -> None:
+    from gguf import GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(path, values["general.architecture"])
     for key, value in values.items():
@@ -141,6 +134,8 @@ def _write(path: Path, values: Mapping[str, Any], spelled: Sequence[Spelling], t
                 tensor, "f16" if one.keep and tensor.ndim > 2 else "f32" if one.keep else kind
             )
             writer.add_tensor(name, stored, raw_dtype=kind_number)
+    for name, tensor in (extra or {}).items():
+        writer.add_tensor(name, tensor.numpy(), raw_dtype=GGMLQuantizationType.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -164,6 +159,8 @@ def _encoded(tensor: Tensor, kind: str) -> tuple[np.ndarray, Any]:
     """Bytes or numbers of a tensor in a type, and the type that it got."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
+    if not tensor.is_floating_point():
+        return tensor.int().contiguous().numpy(), GGMLQuantizationType.I32
     chosen = GGMLQuantizationType["F32" if tensor.ndim < 2 else kind.upper()]
     if tensor.shape and tensor.shape[-1] % GGML_QUANT_SIZES[chosen][0]:
         chosen = GGMLQuantizationType.F16

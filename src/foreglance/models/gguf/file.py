@@ -146,11 +146,13 @@ class GgufFile:
         return self.meta.get(key, default)
 
     def tensor(self, name: str) -> Tensor:
-        """float types as they are stored, quantised ones as float32."""
+        """Numbers as they are stored, quantised ones as float32."""
         stored = self.tensors[name]
         raw = np.frombuffer(self._maps[name], np.uint8, stored.num_bytes, stored.start)
         if stored.kind in ("F32", "F16", "F64"):
             return torch.from_numpy(raw.view(f"<f{int(stored.kind[1:]) // 8}").reshape(stored.shape).copy())
+        if stored.kind in ("I8", "I16", "I32", "I64"):
+            return torch.from_numpy(raw.view(f"<i{int(stored.kind[1:]) // 8}").reshape(stored.shape).copy())
         if stored.kind == "BF16":
             return torch.from_numpy(raw.view("<i2").reshape(stored.shape).copy()).view(torch.bfloat16)
         return self._dequantised(raw, stored, name)

@@ -18,14 +18,14 @@ from types import ModuleType
 from torch import Tensor
 
 from foreglance.models.base import ModelError
-from foreglance.models.gguf import qwen3_5
+from foreglance.models.gguf import gemma4, qwen3_5
 from foreglance.models.gguf.file import GgufFile
 from foreglance.models.gguf.naming import Spelling
 from foreglance.models.gguf.tokens import token_list, write_tokenizer
 
 POINTER = "gguf-files.json"
 SUFFIX = ".gguf"
-FAMILIES: dict[str, ModuleType] = {arch: module for module in (qwen3_5,) for arch in module.ARCHITECTURES}
+FAMILIES: dict[str, ModuleType] = {arch: module for module in (qwen3_5, gemma4) for arch in module.ARCHITECTURES}
 COMPUTED = ("rope_freqs.weight",)  # follow from the config
 
 
@@ -63,6 +63,7 @@ def _lay_out(model: Path, mmproj: Path | None, draft: Path | None, stamp: tuple[
     family = _family(file)
     if family.is_draft(file):
         raise ModelError(f"{model} holds a draft head alone; give the target with --model and this file with --draft")
+    mmproj = mmproj if family.has_tower(file) else None
     config = family.config_of(file, token_list(file))
     folder = Path(tempfile.mkdtemp(prefix="foreglance-")) / model.name.removesuffix(SUFFIX)
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
@@ -74,7 +75,7 @@ def _lay_out(model: Path, mmproj: Path | None, draft: Path | None, stamp: tuple[
         (folder / "preprocessor_config.json").write_text(json.dumps(family.processor_of(tower)))
     if draft is not None:
         _check_draft(file, GgufFile(draft), family)
-        config["text_config"]["mtp_num_hidden_layers"] = 1
+        config = family.with_heads(config, family.num_heads(GgufFile(draft)))
     (folder / "config.json").write_text(json.dumps(config))
     paths = {"model": model, "mmproj": mmproj, "draft": draft}
     (folder / POINTER).write_text(json.dumps({name: str(p.resolve()) for name, p in paths.items() if p is not None}))
@@ -135,10 +136,10 @@ class GgufTensors:
         self._found: dict[str, tuple[GgufFile, Spelling]] = {}
         self._unknown: dict[str, GgufFile] = {}
         spelled = family.spellings(config)
-        self._add(target, [s for s in spelled if "draft" not in paths or not s.hub.startswith(family.MTP)])
+        self._add(target, [s for s in spelled if "draft" not in paths or not family.of_head(s.hub, config)])
         if "draft" in paths:
             draft = GgufFile(paths["draft"])
-            self._add(draft, [s for s in spelled if s.hub.startswith(family.MTP)], whole=False)
+            self._add(draft, [s for s in spelled if family.of_head(s.hub, config)], whole=False)
         if "mmproj" in paths:
             self._add(GgufFile(paths["mmproj"]), family.vision_spellings(config))
 

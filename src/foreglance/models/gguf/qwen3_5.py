@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from foreglance.models.base import ModelError
 from foreglance.models.gguf.file import GgufFile
 from foreglance.models.gguf.naming import (
@@ -31,6 +33,9 @@ DENSE, MOE = "qwen35", "qwen35moe"
 ARCHITECTURES = (DENSE, MOE)
 PROJECTOR = "qwen3vl_merger"
 TRUNK, TOWER, MTP = "model.language_model.", "model.visual.", "mtp."
+MODEL_TYPES = ("qwen3_5", "qwen3_5_moe")
+TOWER_PREFIXES = (TOWER,)
+NOT_EXPORTED = ()
 SHARED = (f"{TRUNK}embed_tokens.weight", f"{TRUNK}norm.weight", "lm_head.weight")  # also in a draft head's own file
 IMAGE_TAGS = {
     "image_token_id": "<|image_pad|>",
@@ -73,6 +78,31 @@ def is_draft(file: GgufFile) -> bool:
     return "blk.0.attn_norm.weight" not in file.tensors and any(".nextn." in name for name in file.tensors)
 
 
+def has_tower(file: GgufFile) -> bool:
+    """Whether a vision tower may belong to this file."""
+    return True
+
+
+def num_heads(file: GgufFile) -> int:
+    """MTP blocks in a file."""
+    return file.get(f"{file.need('general.architecture')}.nextn_predict_layers", 0)
+
+
+def of_head(hub: str, config: dict[str, Any]) -> bool:
+    """Whether a hub tensor belongs to the draft head."""
+    return hub.startswith(MTP)
+
+
+def with_heads(config: dict[str, Any], count: int) -> dict[str, Any]:
+    """The config with that many MTP blocks."""
+    return config | {"text_config": config["text_config"] | {"mtp_num_hidden_layers": count}}
+
+
+def extra_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
+    """What a file holds besides."""
+    return {}
+
+
 def config_of(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     """The hub config that a file's metadata amounts to, without the tower."""
     arch = file.need("general.architecture")
@@ -80,7 +110,7 @@ def config_of(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     def need(key: str) -> Any:
         return file.need(f"{arch}.{key}")
 
-    heads = file.get(f"{arch}.nextn_predict_layers", 0)
+    heads = num_heads(file)
     num_layers, v_heads = need("block_count") - heads, need("ssm.time_step_rank")
     tied = "output.weight" not in file.tensors
     text = {
