@@ -3,6 +3,7 @@
 long ones go on from their last checkpoint, so the command can be stopped and repeated at any point.
 """
 
+import shutil
 import subprocess
 import sys
 import time
@@ -12,9 +13,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from training.prepare import VALIDATION
+
 ROOT = Path(__file__).parent
 EMBEDDED = ROOT.parent / "src" / "foreglance" / "embedded" / "tiny-qwen"
 SKIP_HEAD = ROOT.parent / "tests" / "data" / "tiny-qwen-skip-head.safetensors"
+ALONE_STEPS = 100
 console = Console()
 
 
@@ -31,6 +35,42 @@ def run(*stages: subprocess.Popen) -> None:
             raise typer.Exit(stage.returncode)
 
 
+def finish_target(
+    family: str, work: Path, data: Path, target: Path, alone: str, heavy: str, seconds: float, threads: int
+) -> Path:
+    """Goes on from a trained target: what it does not read is shown alone, then all together, the rate falling to zero.
+
+    `alone` names the kinds of things to show alone (empty: none), `heavy` the kinds of words that then weigh most. The
+    last checkpoint is returned.
+    """
+    common = {"family": family, "threads": threads}
+    if alone:
+        kinds = alone.split()
+        single, read = work / f"data-alone-{'-'.join(kinds)}", work / f"{family}-target-alone.pt"
+        own = {"shards": 1, "chats_per_shard": 3000, "plain_shards": 0, "plain_last_shards": 0, "alone_share": 1}
+        share_tokenizer(data, single)
+        run(start("prepare", data=single, **own, alone_kinds=alone))
+        stretch = {"steps": ALONE_STEPS, "seconds": 10 * seconds, "warm_up": 15, "learning_rate": 1e-3}
+        weights = {"heavy": heavy, "heavy_weight": 20}
+        run(start("train_target", data=single, start_from=target, out=read, **stretch, **weights, **common))
+        target = read
+    mixed, last = work / "data-last", work / f"{family}-target-last.pt"
+    own = {"shards": 16, "chats_per_shard": 2500, "plain_shards": 0, "plain_last_shards": 0, "alone_share": 0.12}
+    share_tokenizer(data, mixed)
+    run(start("prepare", data=mixed, **own, writing_share=0.7, seed=8))
+    stretch = {"seconds": seconds, "warm_up": 30, "learning_rate": 1e-3, "heavy_weight": 8}
+    run(start("train_target", data=mixed, start_from=target, out=last, **stretch, **common))
+    return last
+
+
+def share_tokenizer(data: Path, other: Path) -> None:
+    """Puts the tokenizer and the validation chats of one data folder into another, before `prepare` makes its own."""
+    other.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", f"{VALIDATION}.npz"):
+        if not (other / name).exists():
+            shutil.copyfile(data / name, other / name)
+
+
 def main(
     work: Annotated[Path, typer.Option(help="For data, checkpoints and features (1.5 GB).")] = ROOT / "work",
     out: Annotated[Path, typer.Option(help="The model folder.")] = EMBEDDED,
@@ -39,6 +79,7 @@ def main(
     chats_per_shard: int = 4000,
     vision_seconds: Annotated[float, typer.Option(help="Time for the vision tower alone.")] = 170,
     target_seconds: Annotated[float, typer.Option(help="Time for the target.")] = 3840,
+    last_seconds: Annotated[float, typer.Option(help="Time for the target's last stretch.")] = 650,
     head_seconds: Annotated[float, typer.Option(help="Time for each of the two heads.")] = 600,
     threads: Annotated[int, typer.Option(help="Threads of the target's training.")] = 1,
 ) -> None:
@@ -58,6 +99,10 @@ def main(
     done("vision tower")
     run(start("train_target", data=data, vision=vision, out=target, seconds=target_seconds, threads=threads))
     done("target")
+    target = finish_target(
+        "qwen", work, data, target, alone="word", heavy="word", seconds=last_seconds, threads=threads
+    )
+    done("target, last stretch")
     caching = {"data": data, "target": target, "out": features, "shards": 2}
     run(start("cache_features", **caching), start("cache_features", **caching, first=2))
     done("features")

@@ -11,15 +11,16 @@ from typing import Annotated
 
 import typer
 
-from training.build import ROOT, console, run, start
+from training.build import ROOT, console, finish_target, run, start
 
 EMBEDDED = ROOT.parent / "src" / "foreglance" / "embedded"
+SKIP_MODULES = ROOT.parent / "tests" / "data" / "tiny-step-skip-modules.safetensors"
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Seconds of each stage on one core; 0 leaves it out. `head` is the module that trains the draft, `loud` what
-    `loud_rows` adds to the image rows after the warm-up.
+    `loud_rows` adds to the image rows after the warm-up, `alone` and `heavy` what `build.finish_target` is given.
     """
 
     vision: float
@@ -28,12 +29,27 @@ class Recipe:
     head: str | None = None
     draft: float = 0
     loud: str = ""
+    last: float = 0
+    alone: str = ""
+    heavy: str = ""
 
 
 GEMMA_LOUD = "shape size colour tens ones word"
 RECIPES = {
-    "step": Recipe(vision=290, target=3720, learning_rate=1.5e-3, head="step_head", draft=900, loud="colour"),
-    "gemma": Recipe(vision=170, target=2500, learning_rate=1.5e-3, head="gemma_assistant", draft=720, loud=GEMMA_LOUD),
+    "step": Recipe(
+        vision=290, target=3720, learning_rate=1.5e-3, head="step_head", draft=900, loud="colour", last=1000
+    ),
+    "gemma": Recipe(
+        vision=170,
+        target=2500,
+        learning_rate=1.5e-3,
+        head="gemma_assistant",
+        draft=720,
+        loud=GEMMA_LOUD,
+        last=1000,
+        alone="number shape",
+        heavy="digit",
+    ),
     "text": Recipe(vision=0, target=600, learning_rate=3e-3),
 }
 
@@ -44,6 +60,7 @@ def main(
     out: Annotated[Path, typer.Option(help="The folder that model folders go to.")] = EMBEDDED,
     vision_seconds: Annotated[float | None, typer.Option(help="Instead of the recipe's.")] = None,
     target_seconds: Annotated[float | None, typer.Option(help="Instead of the recipe's.")] = None,
+    last_seconds: Annotated[float | None, typer.Option(help="Instead of the recipe's.")] = None,
     draft_seconds: Annotated[float | None, typer.Option(help="Instead of the recipe's.")] = None,
     shards: Annotated[int, typer.Option(help="Shards of data; the first two and last four are plain.")] = 16,
     chats_per_shard: int = 4000,
@@ -53,6 +70,7 @@ def main(
     recipe, began = RECIPES[family], time.monotonic()
     work, folder = work.resolve(), out.resolve() / f"tiny-{family}"
     data, vision, target = work / "data-families", work / f"{family}-vision.safetensors", work / f"{family}-target.pt"
+    skip = work / "step-skip-modules.safetensors"
     draft = work / {"step": "step-modules.safetensors", "gemma": "gemma-assistant.pt"}.get(family, "none")
 
     def done(what: str) -> None:
@@ -95,13 +113,23 @@ def main(
         )
     )
     done("target")
+    if recipe.last:
+        target = finish_target(
+            family, work, data, target, recipe.alone, recipe.heavy, last_seconds or recipe.last, threads
+        )
+        done("target, last stretch")
     if recipe.head:
-        run(start(recipe.head, target=target, out=draft, seconds=draft_seconds or recipe.draft, **common))
+        trained = {"target": target, "seconds": draft_seconds or recipe.draft, **common}
+        run(start(recipe.head, out=draft, **trained))
+        if family == "step":
+            run(start(recipe.head, out=skip, policy="skip", **trained))
+            SKIP_MODULES.write_bytes(skip.read_bytes())
         done("draft")
     head = {"head": draft} if recipe.head else {}
     run(start("folders", family=family, data=data, target=target, out=folder, **head))
     if recipe.head:
-        run(start("evaluate", folder=folder), start("chained_acceptance", folder=folder))
+        control = {"head": SKIP_MODULES} if family == "step" else {}
+        run(start("evaluate", folder=folder), start("chained_acceptance", folder=folder, **control))
         done("tables")
 
 

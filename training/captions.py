@@ -17,6 +17,8 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+from PIL import Image
+
 from foreglance.bench.scenes import (
     COLOURS,
     COUNTS,
@@ -26,7 +28,9 @@ from foreglance.bench.scenes import (
     WORDS,
     Item,
     Scene,
+    render,
     sample_scene,
+    scene_from_seed,
 )
 
 Message = dict
@@ -465,18 +469,40 @@ def _sentences(text: str) -> str:
 # ---------------------------------------------------------------- whole chats
 
 
+def training_scene(seed: int) -> tuple[Scene, Image.Image]:
+    """The scene and picture of a seed; of -1 - seed, that scene's writing, or its first shape, alone."""
+    if seed >= 0:
+        return scene_from_seed(seed)
+    rng = random.Random(-1 - seed)
+    whole = sample_scene(rng)
+    scene = Scene(whole.background, (whole.writing or whole.items[0],))
+    return scene, render(scene, rng)
+
+
 class Chats:
     """Draws chats for training. `seeds` are the scene seeds to draw from; `writing` is the share of scenes that are
-    chosen for their number or word, both equally often, rather than taken as they come.
+    chosen for their number or word, both equally often, rather than taken as they come; `alone` is the share of chats
+    that describe a picture of one thing alone (`training_scene` of a negative seed), of `alone_kinds`.
     """
 
-    def __init__(self, rng: random.Random, seeds: range = range(HELD_OUT_SEED), writing: float = 0.0):
+    def __init__(
+        self,
+        rng: random.Random,
+        seeds: range = range(HELD_OUT_SEED),
+        writing: float = 0.0,
+        alone: float = 0.0,
+        alone_kinds: tuple[str, ...] = ("shape", "number", "word"),
+    ):
         self.rng = rng
         self.seeds = seeds
         self.writing = writing
+        self.alone = alone
+        self.alone_kinds = alone_kinds
 
     def draw(self) -> list[Message]:
         """One chat of a random kind."""
+        if self.alone and self.rng.random() < self.alone:
+            return self._one_thing()
         kinds = (
             self._described,
             self._asked_about,
@@ -519,6 +545,13 @@ class Chats:
         if self.rng.random() < 0.35:
             messages += self._turn(*question(self.rng, scene))
         return self._with_talk_before(messages)
+
+    def _one_thing(self) -> list[Message]:
+        kind, scene, seed = self.rng.choice(self.alone_kinds), None, 0
+        while scene is None or scene.items[0].kind != kind:
+            seed = -1 - self.rng.choice(self.seeds)
+            scene, _ = training_scene(seed)
+        return self._turn(asked(self.rng, self.rng.choice(CAPTION_PROMPTS)), caption(self.rng, scene), seed)
 
     def _asked_about(self) -> list[Message]:
         seed, scene = self._scene()

@@ -32,17 +32,16 @@ from training.evaluate import CAPTION_PROMPTS, chat_about
 from training.gemma_assistant import Assistant
 from training.model import IMAGE_PAD
 from training.schedule import single_thread
-from training.step_head import MtpModule
+from training.step_head import MtpModule, module_rows
 
 DEPTH = 3
 Drafts = Callable[[torch.Tensor, torch.Tensor | None], np.ndarray]
 
 
-def stepping(folder: Path, captioner: PixelCaptioner) -> Drafts:
-    """Guesses of the modules: entry (k, i) guesses x[i + 1 + k] when x[i] is the last token known."""
+def stepping(tensors: dict[str, torch.Tensor], captioner: PixelCaptioner, policy: str) -> Drafts:
+    """Guesses of the modules among `tensors`: entry (k, i) guesses x[i + 1 + k] when x[i] is the last token known."""
     target = step.Target(captioner.model.config.text_config.vocab_size - 32).eval()
     target.model = captioner.model
-    tensors = load_file(folder / "model.safetensors")
     modules = nn.ModuleList([MtpModule(target) for _ in range(step.NUM_MODULES)]).eval()
     first = target.model.config.text_config.num_hidden_layers
     for k, module in enumerate(modules):
@@ -58,10 +57,11 @@ def stepping(folder: Path, captioner: PixelCaptioner) -> Drafts:
         hook.remove()
         n = ids.shape[1] - 1
         embedded, state = F.pad(embedded, (0, 0, 0, DEPTH)), states[0][:, :n]
-        rotary = target.text.rotary_emb(embedded, torch.arange(n)[None], "sliding_attention")
         guesses = np.full((DEPTH, n + 1), -1)
         for k, module in enumerate(modules):
-            state = module(embedded[:, 1 + k : 1 + k + n], state, rotary, None)
+            positions, sees = module_rows(ids == IMAGE_PAD, k, policy, target.model.config.text_config.sliding_window)
+            rotary = target.text.rotary_emb(embedded, positions, "sliding_attention")
+            state = module(embedded[:, 1 + k : 1 + k + n], state, rotary, sees)
             guesses[k, 1:] = module.logits(state)[0].argmax(-1).numpy()
         return guesses
 
@@ -106,9 +106,22 @@ def prompts(images: int, talks: int) -> dict[str, list[tuple[list[dict], list[Im
     }
 
 
+def drafters(folder: Path, captioner: PixelCaptioner, more: list[Path]) -> dict[str, Drafts]:
+    """What is measured, by name: modules under each policy, or the assistant, which has no rows to leave out."""
+    if captioner.model.config.model_type != "step3p7":
+        return {"assistant": assisting(folder, captioner)}
+    heads = {"own": load_file(folder / "model.safetensors")} | {path.stem: load_file(path) for path in more}
+    return {
+        f"{name}/{policy}": stepping(tensors, captioner, policy)
+        for name, tensors in heads.items()
+        for policy in ("see", "skip")
+    }
+
+
 @torch.no_grad()
 def main(
     folder: Annotated[Path, typer.Option(help="The exported model.")],
+    head: Annotated[list[Path] | None, typer.Option(help="More modules (.safetensors) to compare with.")] = None,
     images: int = 60,
     talks: int = 40,
     threads: int = 1,
@@ -116,32 +129,34 @@ def main(
     """Prints a table, and as its last line the same numbers as JSON."""
     single_thread(threads)
     captioner = open_captioner(folder)
-    make = stepping if captioner.model.config.model_type == "step3p7" else assisting
-    drafts = make(folder, captioner)
+    measured = drafters(folder, captioner, head or [])
     words = {word.lower() for word in content_words()}
     vocabulary = [captioner.tokenizer.decode([i]).strip().lower() for i in range(len(captioner.tokenizer))]
     content = np.array([word in words for word in vocabulary])
-    table = Table("prompts", "d1 right", "content", "other", *(f"accepted, n={n}" for n in range(1, DEPTH + 1)))
-    report = {}
+    header = ("draft", "prompts", "d1 right", "content", "other", *(f"accepted, n={n}" for n in range(1, DEPTH + 1)))
+    table, report = Table(*header), {}
     for group, chats in prompts(images, talks).items():
-        seen, guesses = [], []
+        seen, guesses = [], {name: [] for name in measured}
         for chat, pictures in track(chats, group):
             (answer,) = captioner.answer([chat], [pictures])
             prompt = captioner.prompt_tokens(chat, pictures)
             ids = np.array([*prompt, *answer, captioner.tokenizer.eos_token_id])
             pixels = np.stack([np.asarray(picture) for picture in pictures]) if pictures else None
             seen.append(Answered(ids, len(prompt), torch.empty(0), torch.empty(0)))
-            guesses.append(drafts(torch.from_numpy(ids)[None], pixels))
+            for name, drafts in measured.items():
+                guesses[name].append(drafts(torch.from_numpy(ids)[None], pixels))
             assert pictures or IMAGE_PAD not in ids
-        pairs = [first_guesses(one, own, content) for one, own in zip(seen, guesses, strict=True)]
-        right, tells = (np.concatenate(column) for column in zip(*pairs, strict=True))
-        means = [
-            np.mean([k for one, own in zip(seen, guesses, strict=True) for k in walk(one, own, depth)])
-            for depth in range(1, DEPTH + 1)
-        ]
-        numbers = [right.mean(), right[tells].mean() if tells.any() else float("nan"), right[~tells].mean(), *means]
-        table.add_row(group, *(f"{number:.3f}" for number in numbers))
-        report[group] = [round(float(number), 3) for number in numbers]
+        for name, guessed in guesses.items():
+            pairs = [first_guesses(one, own, content) for one, own in zip(seen, guessed, strict=True)]
+            right, tells = (np.concatenate(column) for column in zip(*pairs, strict=True))
+            means = [
+                np.mean([k for one, own in zip(seen, guessed, strict=True) for k in walk(one, own, depth)])
+                for depth in range(1, DEPTH + 1)
+            ]
+            of_content = right[tells].mean() if tells.any() else float("nan")
+            numbers = [right.mean(), of_content, right[~tells].mean(), *means]
+            table.add_row(name, group, *(f"{number:.3f}" for number in numbers))
+            report[f"{name}/{group}"] = [round(float(number), 3) for number in numbers]
     Console(width=140).print(table)
     print(json.dumps(report))
 

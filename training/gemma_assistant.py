@@ -105,6 +105,7 @@ def main(
     data: Annotated[Path, typer.Option(help="Folder of prepare.")],
     target: Annotated[Path, typer.Option(help="Checkpoint of train_target.")],
     out: Annotated[Path, typer.Option(help="The assistant's checkpoint; a run that finds it goes on from it.")],
+    start_from: Annotated[Path | None, typer.Option(help="Checkpoint whose assistant a new run starts with.")] = None,
     seconds: Annotated[float, typer.Option(help="Training time, all starts together.")] = 720,
     steps: Annotated[int, typer.Option(help="Upper limit of steps.")] = 100_000,
     rows: int = 2048,
@@ -121,6 +122,8 @@ def main(
     model.load_state_dict(torch.load(target, weights_only=True)["module"])
     model.requires_grad_(False)
     assistant = Assistant(model)
+    if start_from is not None:
+        assistant.load_state_dict(torch.load(start_from, weights_only=True)["module"])
     optimizer = torch.optim.AdamW(assistant.parameters(), lr=learning_rate, weight_decay=0.02, betas=(0.9, 0.97))
     facts = load_checkpoint(out, assistant, optimizer)
     step, spent = int(facts.get("step", 0)), facts.get("spent", 0.0)

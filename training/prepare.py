@@ -16,8 +16,8 @@ from rich.progress import track
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
-from foreglance.bench.scenes import HELD_OUT_SEED, content_words, position_words, scene_from_seed
-from training.captions import Chats, Message
+from foreglance.bench.scenes import HELD_OUT_SEED, content_words, position_words
+from training.captions import Chats, Message, training_scene
 from training.model import IM_END, ROWS_PER_IMAGE, SPECIAL_TOKENS
 
 # What the trainer does with a token: read it, or learn to say it; words about the picture weigh more.
@@ -114,7 +114,7 @@ class Shard:
     @staticmethod
     def pictures(seeds: np.ndarray) -> np.ndarray:
         """Draws scenes again: uint8 [n, 64, 64, 3]."""
-        return np.stack([np.asarray(scene_from_seed(int(seed))[1]) for seed in seeds])
+        return np.stack([np.asarray(training_scene(int(seed))[1]) for seed in seeds])
 
     @staticmethod
     def write(path: Path, chats: list[list[Message]], encoder: Encoder) -> None:
@@ -144,6 +144,8 @@ def main(
     plain_shards: Annotated[int, typer.Option(help="First shards with scenes as they come.")] = 9,
     plain_last_shards: Annotated[int, typer.Option(help="Last shards with scenes as they come.")] = 4,
     writing_share: Annotated[float, typer.Option(help="Scenes chosen for their writing in the others.")] = 0.75,
+    alone_share: Annotated[float, typer.Option(help="Chats about a picture of one thing alone, in the others.")] = 0.0,
+    alone_kinds: Annotated[str, typer.Option(help="What that thing may be.")] = "shape number word",
     seed: int = 7,
 ) -> None:
     """Writes what is missing; finished files stay as they are."""
@@ -162,8 +164,17 @@ def main(
         Shard.write(held_out, [chats.draw() for _ in range(400)], encoder)
     for i in track(range(shards), "shards"):
         if not shard_path(data, i).exists():
-            writing = writing_share if plain_shards <= i < shards - plain_last_shards else 0.0
-            chats = Chats(random.Random(f"{seed} {i}"), writing=writing)
+            plain = not plain_shards <= i < shards - plain_last_shards
+            shares = (
+                {}
+                if plain
+                else {
+                    "writing": writing_share,
+                    "alone": alone_share,
+                    "alone_kinds": tuple(alone_kinds.split()),
+                }
+            )
+            chats = Chats(random.Random(f"{seed} {i}"), **shares)
             Shard.write(shard_path(data, i), [chats.draw() for _ in range(chats_per_shard)], encoder)
     summary = Shard(shard_path(data, 0))
     facts = {

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.models.step3p7 import modeling_step3p7 as step
 
 from training.batches import Batch, batch_plan, collate
+from training.model import IMAGE_PAD
 from training.prepare import READ, VALIDATION, Shard
 from training.schedule import cosine, load_checkpoint, save_checkpoint, single_thread
 from training.step import NUM_MODULES, LargeBatch, Target, batches, views
@@ -74,7 +75,30 @@ def read(target: Target, batch: Batch) -> tuple[Tensor, Tensor]:
     return embedded, states[0]
 
 
-def module_loss(modules: nn.ModuleList, target: Target, batch: Batch) -> tuple[Tensor, list[float]]:
+def module_rows(is_image: Tensor, module: int, policy: str, window: int) -> tuple[Tensor, Tensor | None]:
+    """Positions [b, n] of a module's rows and which rows each of them sees (bool [b, 1, n, n], None: all before it).
+
+    `is_image` [b, t] is of the target's rows. Modules 0 to k read the inputs t + 1 to t + 1 + k at row t; with
+    `skip` the row exists only if none of them is an image row, and the rest is numbered without holes. A row that does
+    not exist sees itself and is seen by none.
+    """
+    b, n = is_image.shape[0], is_image.shape[1] - 1
+    kept = torch.ones(b, n, dtype=torch.bool)
+    if policy == "skip":
+        for ahead in range(1, module + 2):
+            kept[:, : n + 1 - ahead] &= ~is_image[:, ahead:]
+    positions = kept.cumsum(1) - kept.long()
+    if kept.all() and n <= window:
+        return positions, None
+    distance = positions[:, :, None] - positions[:, None, :]
+    row = torch.arange(n)
+    sees = (row[:, None] >= row) & (distance < window) & kept[:, None, :]
+    return positions, (sees | torch.eye(n, dtype=torch.bool))[:, None]
+
+
+def module_loss(
+    modules: nn.ModuleList, target: Target, batch: Batch, policy: str = "see"
+) -> tuple[Tensor, list[float]]:
     """The weighted loss against the target's distribution, and each module's share of guesses equal to the target's."""
     embedded, state = read(target, batch)
     truth = target.text.norm(state)
@@ -83,16 +107,14 @@ def module_loss(modules: nn.ModuleList, target: Target, batch: Batch) -> tuple[T
     ahead = NUM_MODULES + 1
     embedded, truth = (F.pad(x, (0, 0, 0, ahead)) for x in (embedded, truth))
     said = F.pad(said, (0, ahead))
-    config = target.model.config.text_config
-    rotary = target.text.rotary_emb(embedded, torch.arange(n)[None], "sliding_attention")
-    rows = torch.arange(n)
-    distance = rows[:, None] - rows
-    near = (distance >= 0) & (distance < config.sliding_window) if n > config.sliding_window else None
+    is_image, window = batch.ids == IMAGE_PAD, target.model.config.text_config.sliding_window
     state, valid = state[:, :n], said[:, 1 : 1 + n]
     loss, agreed = torch.zeros(()), []
     for k, (module, weight) in enumerate(zip(modules, STEP_WEIGHTS, strict=True)):
         inputs = slice(1 + k, 1 + k + n)
-        state = module(embedded[:, inputs], state, rotary, None if near is None else near[None, None])
+        positions, sees = module_rows(is_image, k, policy, window)
+        rotary = target.text.rotary_emb(embedded, positions, "sliding_attention")
+        state = module(embedded[:, inputs], state, rotary, sees)
         valid = valid & said[:, 2 + k : 2 + k + n]
         wanted, drafted = target.logits(truth[:, inputs][valid]), module.logits(state[valid])
         loss = loss + weight * F.cross_entropy(drafted, wanted.softmax(-1))
@@ -113,6 +135,8 @@ def main(
     data: Annotated[Path, typer.Option(help="Folder of prepare.")],
     target: Annotated[Path, typer.Option(help="Checkpoint of train_target.")],
     out: Annotated[Path, typer.Option(help="The modules' tensors (.safetensors); the checkpoint lies beside it.")],
+    policy: Annotated[str, typer.Option(help="see, or skip: streams without image rows, for the control.")] = "see",
+    start_from: Annotated[Path | None, typer.Option(help="Checkpoint whose modules a new run starts with.")] = None,
     seconds: Annotated[float, typer.Option(help="Training time, all starts together.")] = 900,
     steps: Annotated[int, typer.Option(help="Upper limit of steps.")] = 100_000,
     rows: int = 2048,
@@ -130,6 +154,8 @@ def main(
     model.load_state_dict(torch.load(target, weights_only=True)["module"])
     model.requires_grad_(False)
     modules = nn.ModuleList([MtpModule(model) for _ in range(NUM_MODULES)])
+    if start_from is not None:
+        modules.load_state_dict(torch.load(start_from, weights_only=True)["module"])
     optimizer = torch.optim.AdamW(modules.parameters(), lr=learning_rate, weight_decay=0.02, betas=(0.9, 0.97))
     checkpoint = out.with_suffix(".pt")
     facts = load_checkpoint(checkpoint, modules, optimizer)
@@ -139,11 +165,12 @@ def main(
     def report(start: float) -> None:
         plan = batch_plan(unseen.lengths, 3000, np.random.default_rng(0))
         with torch.no_grad():
-            parts = [module_loss(modules, model, collate(unseen, chats)) for chats in plan[:8]]
+            parts = [module_loss(modules, model, collate(unseen, chats), policy) for chats in plan[:8]]
         agreed = np.mean([shares for _, shares in parts], axis=0).round(4)
         loss = np.mean([loss.item() for loss, _ in parts])
         console.print(
-            f"{step_number} {time.monotonic() - start:.0f} s unseen {loss:.4f} agreed {agreed}", highlight=False
+            f"{policy} {step_number} {time.monotonic() - start:.0f} s unseen {loss:.4f} agreed {agreed}",
+            highlight=False,
         )
 
     source = batches(data, rows, seed, step_number, vocab_size)
@@ -152,7 +179,7 @@ def main(
     while step_number < steps and (spent := time.monotonic() - start) < seconds:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * cosine(step_number, max(step_number / steps, spent / seconds), warm_up=100)
-        loss, _ = module_loss(modules, model, next(source))
+        loss, _ = module_loss(modules, model, next(source), policy)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(modules.parameters(), 1.0)

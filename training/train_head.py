@@ -112,6 +112,7 @@ def main(
     target: Annotated[Path, typer.Option(help="Checkpoint of train_target.")],
     out: Annotated[Path, typer.Option(help="The head's tensors (.safetensors); its checkpoint lies beside it.")],
     policy: Annotated[str, typer.Option(help="see, placeholder, skip or gap.")] = "see",
+    start_from: Annotated[Path | None, typer.Option(help="Checkpoint whose head a new run starts with.")] = None,
     seconds: Annotated[float, typer.Option(help="Training time, all starts together.")] = 540,
     steps: Annotated[int, typer.Option(help="Upper limit of steps.")] = 100_000,
     rows: int = 2048,
@@ -125,6 +126,8 @@ def main(
     console = Console(width=160)
     model = load_target(data, target)
     head = MtpHead(model.model.config.text_config)
+    if start_from is not None:
+        head.load_state_dict(torch.load(start_from, weights_only=True)["module"])
     optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate, weight_decay=0.02, betas=(0.9, 0.97))
     checkpoint = out.with_suffix(".pt")
     facts = load_checkpoint(checkpoint, head, optimizer)

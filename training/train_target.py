@@ -57,11 +57,13 @@ def token_kinds(data: Path) -> Tensor:
     return kinds
 
 
-def token_weights(kinds: Tensor, heavy: tuple[str, ...] = ("digit", "word")) -> Tensor:
+def token_weights(
+    kinds: Tensor, heavy: tuple[str, ...] = ("digit", "word"), heavy_weight: float = WRITING_WEIGHT
+) -> Tensor:
     """The weight of every token id in the loss when it is said; the rare ones weigh most: digits and written words."""
     weights = torch.where(kinds >= 0, CONTENT_WEIGHT, 1.0)
     rare = [list(WORD_KINDS).index(name) for name in heavy]
-    return torch.where(torch.isin(kinds, torch.tensor(rare)), WRITING_WEIGHT, weights)
+    return torch.where(torch.isin(kinds, torch.tensor(rare)), heavy_weight, weights)
 
 
 def next_token_loss(target: Target, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,14 +113,17 @@ def main(
     data: Annotated[Path, typer.Option(help="Folder of prepare.")],
     out: Annotated[Path, typer.Option(help="Checkpoint; a run that finds it goes on from it.")],
     vision: Annotated[Path | None, typer.Option(help="The tower of warm_vision.")] = None,
+    start_from: Annotated[Path | None, typer.Option(help="Checkpoint whose weights a new run starts with.")] = None,
     family: Annotated[str, typer.Option(help="qwen, step, gemma or text.")] = "qwen",
     seconds: Annotated[float, typer.Option(help="Training time, all starts together.")] = 3300,
     steps: Annotated[int, typer.Option(help="Upper limit of steps.")] = 100_000,
     rows: Annotated[int, typer.Option(help="Padded rows a batch.")] = 2048,
     learning_rate: float = 1.5e-3,
     vision_rate: float = 4e-4,
+    warm_up: Annotated[int, typer.Option(help="Steps until the learning rate has risen.")] = 150,
     save_every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 180,
     heavy: Annotated[str, typer.Option(help="Kinds of words that weigh most.")] = "digit word",
+    heavy_weight: Annotated[float, typer.Option(help="What they weigh; a plain token weighs 1.")] = WRITING_WEIGHT,
     seed: int = 1,
     threads: int = 1,
 ) -> None:
@@ -130,11 +135,13 @@ def main(
     target = families.family_module(family).Target(vocabulary_size(data))
     if vision is not None:
         target.vision.load_state_dict(load_file(vision))
+    if start_from is not None:
+        target.load_state_dict(torch.load(start_from, weights_only=True)["module"])
     optimizer = make_optimizer(target, learning_rate, vision_rate)
     facts = load_checkpoint(out, target, optimizer)
     step, spent = int(facts.get("step", 0)), facts.get("spent", 0.0)
     kinds, unseen = token_kinds(data), Shard(data / f"{VALIDATION}.npz")
-    weights = token_weights(kinds, tuple(heavy.split()))
+    weights = token_weights(kinds, tuple(heavy.split()), heavy_weight)
     batches = families.batches(family, data, rows, seed, step, vocabulary_size(data))
     tell = partial(validate, target, unseen, kinds, collate=families.collate(family))
 
@@ -143,7 +150,7 @@ def main(
     running, num_rows = [], 0
     while step < steps and (spent := time.monotonic() - start) < seconds:
         for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * cosine(step, max(step / steps, spent / seconds), warm_up=150)
+            group["lr"] = group["peak"] * cosine(step, max(step / steps, spent / seconds), warm_up)
         batch = next(batches)
         loss, _, _ = next_token_loss(target, batch, weights)
         optimizer.zero_grad(set_to_none=True)

@@ -3,6 +3,7 @@
 import random
 import re
 
+import numpy as np
 import pytest
 
 from foreglance.bench.scenes import COUNTS, HELD_OUT_SEED, content_words, sample_scene
@@ -49,6 +50,19 @@ def test_an_answer_names_only_what_a_question_about_the_scene_can_mean(seed):
     ask, answer = captions.question(rng, scene, " in the second image")
     assert "second image" in ask and "@" not in ask and "$" not in ask + answer
     assert answer.endswith(".")
+
+
+@pytest.mark.parametrize("kind", ["shape", "number", "word"])
+def test_one_thing_alone_is_drawn_and_told_as_it_stands_in_its_scene(kind):
+    (seed,) = image_seeds(captions.Chats(random.Random(kind), range(500), alone=1.0, alone_kinds=(kind,)).draw())
+    scene, picture = captions.training_scene(seed)
+    whole, _ = captions.training_scene(-1 - seed)
+    assert [item.kind for item in scene.items] == [kind]
+    assert scene.items[0] in whole.items and scene.background == whole.background
+    cells = np.asarray(picture, int).reshape(4, 16, 4, 16, 3).transpose(0, 2, 1, 3, 4).reshape(16, -1)
+    marked = set(np.flatnonzero(np.ptp(cells, axis=1) > np.ptp(cells, axis=1).min()))
+    cell = scene.items[0].cell
+    assert marked == ({cell, cell + 1} if kind == "word" else {cell})
 
 
 def test_chats_alternate_and_keep_to_the_seeds_that_they_were_given():

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -14,7 +15,7 @@ from training.captions import Chats
 from training.gemma_assistant import Assistant
 from training.model import IMAGE_PAD
 from training.prepare import Encoder, Shard, chat_text, train_tokenizer
-from training.step_head import MtpModule, read
+from training.step_head import MtpModule, module_rows, read
 
 VOCAB = 512
 
@@ -94,6 +95,32 @@ def test_a_module_reads_only_what_is_known_when_it_drafts(shard, stepping):
         changed[:, start + 2 + k :] += 1
         torch.testing.assert_close(chain(changed)[k][:, : start + 1], known[:, : start + 1])
         assert not torch.allclose(chain(changed)[k][:, start + 1], known[:, start + 1])
+
+
+@torch.no_grad()
+def test_a_module_trained_without_image_rows_is_the_module_on_a_stream_that_has_none(shard, stepping):
+    """Masked rows and positions without holes give what the shortened stream gives, and other than with the rows."""
+    torch.manual_seed(2)
+    module = shaken(MtpModule(stepping))
+    batch = collate(shard, np.array([with_images(shard, 1)]))
+    embedded, state = read(stepping, batch)
+    n, window = batch.ids.shape[1] - 1, 256
+    is_image = batch.ids == IMAGE_PAD
+    for k in range(step.NUM_MODULES):
+        inputs = F.pad(embedded, (0, 0, 0, step.NUM_MODULES))[:, 1 + k : 1 + k + n]
+
+        def run(policy: str, k: int = k, inputs: torch.Tensor = inputs) -> torch.Tensor:
+            positions, sees = module_rows(is_image, k, policy, window)
+            rotary = stepping.text.rotary_emb(embedded, positions, "sliding_attention")
+            return module(inputs, state[:, :n], rotary, sees)
+
+        ahead = F.pad(is_image[0], (0, step.NUM_MODULES))
+        kept = torch.tensor([not ahead[t + 1 : t + 2 + k].any() for t in range(n)])
+        assert (~kept).sum() == 16 + k
+        rotary = stepping.text.rotary_emb(embedded, torch.arange(int(kept.sum()))[None], "sliding_attention")
+        short = module(inputs[:, kept], state[:, :n][:, kept], rotary, None)
+        torch.testing.assert_close(run("skip")[:, kept], short, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(run("see")[:, kept], short, atol=1e-2)
 
 
 @torch.no_grad()
