@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
+from foreglance.chat_format import ReasoningState
 from foreglance.detokenize import REPLACEMENT
-from foreglance.request import Event, Request, Result, Token
+from foreglance.request import Event, Message, Request, Result, Token, ToolCall
+from foreglance.serve.answers import Answer, AnswerParser, Delta, fold
 from foreglance.serve.errors import ApiError, refused
 from foreglance.serve.openai import (
     Job,
     Json,
     Surroundings,
     check_together,
+    grammar_of,
     message_of,
     num_choices,
     requests_of,
@@ -21,7 +24,8 @@ from foreglance.serve.openai import (
     timings_of,
     usage_of,
 )
-from foreglance.serve.schema import ChatBody
+from foreglance.serve.schema import AssistantMessage, ChatBody, NamedTool, Tool, ToolMessage
+from foreglance.serve.tools import CallDelta
 
 
 def chat_job(body: ChatBody, around: Surroundings) -> Job:
@@ -32,18 +36,49 @@ def chat_job(body: ChatBody, around: Surroundings) -> Job:
 
 def chat_names(body: ChatBody) -> dict[str, str]:
     """What fields of `request` are called in this body."""
-    return {"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {}
+    names = {"grammar": "response_format"}
+    return names | ({"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {})
 
 
 def request_of(body: ChatBody, around: Surroundings) -> Request:
     _check_together(body)
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    tools, choice = body.tools or [], body.tool_choice
     return Request(
-        tuple(message_of(message, f"messages[{i}]", around.images) for i, message in enumerate(body.messages)),
-        sampling_of(body, around, max_tokens, logprobs),
+        tuple(_message(message, f"messages[{i}]", around) for i, message in enumerate(body.messages)),
+        sampling_of(
+            body,
+            around,
+            max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            reasoning_budget=body.reasoning_budget,
+            markup=True,
+        ),
         speculation_of(body.speculative, around.speculation),
+        grammar=grammar_of(body.response_format),
+        tools=tuple(tool_object(tool) for tool in tools),
+        tool_choice=choice.function.name if isinstance(choice, NamedTool) else choice or "auto",
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        template_options=body.chat_template_kwargs or {},
     )
+
+
+def _message(message: Any, path: str, around: Surroundings) -> Message:
+    more: Json = {}
+    if isinstance(message, ToolMessage):
+        more["tool_call_id"] = message.tool_call_id
+    if isinstance(message, AssistantMessage):
+        more["reasoning"] = message.reasoning_content
+        more["tool_calls"] = tuple(
+            ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
+        )
+    return message_of(message, path, around.images, **more)
+
+
+def tool_object(tool: Tool) -> Json:
+    """A tool as chat templates read it."""
+    function = tool.function.model_dump(exclude_none=True, exclude={"strict"})
+    return {"type": "function", "function": function}
 
 
 def _check_together(body: ChatBody) -> None:
@@ -52,25 +87,64 @@ def _check_together(body: ChatBody) -> None:
         raise refused("top_logprobs", "has no meaning without logprobs: true")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise refused("max_completion_tokens", "is the same as max_tokens; give one of them")
+    _check_tools(body)
 
 
-@dataclass
+def _check_tools(body: ChatBody) -> None:
+    if body.tools is None:
+        for name in ("tool_choice", "parallel_tool_calls"):
+            if vars(body)[name] not in (None, "none", "auto"):
+                raise refused(name, "has no meaning without tools")
+    held = body.parallel_tool_calls is False or body.tool_choice not in (None, "auto", "none")
+    for i, tool in enumerate(body.tools or ()):
+        if tool.function.strict and not held:
+            raise refused(
+                f"tools[{i}].function.strict",
+                "is kept to only where tool_choice forces a call, or with parallel_tool_calls: false",
+            )
+
+
 class Choice:
-    """One choice as it grows. A whole answer is the sum of the chunks' pieces."""
+    """One choice as it grows. A whole answer is the sum of the chunks' pieces. `num_reasoning` counts tokens up to the
+    last one that added to the reasoning."""
 
-    content: str = ""
-    tokens: list[Token] = field(default_factory=list)
-    result: Result | None = None
+    def __init__(self, parser: AnswerParser):
+        self._parser = parser
+        self._deltas: list[Delta] = []
+        self.tokens: list[Token] = []
+        self.result: Result | None = None
+        self.num_reasoning = 0
 
-    def take(self, event: Event) -> str:
-        self.content += event.text
-        self.tokens += event.tokens
-        self.result = event.result
-        return event.text
+    def take(self, event: Event) -> Delta:
+        """What an event adds; the last one also what was held back."""
+        deltas = [self._push(token) for token in event.tokens]
+        if event.result is not None:
+            self.result = event.result
+            deltas.append(self._parser.finish())
+        self._deltas += deltas
+        return Delta(
+            "".join(delta.reasoning for delta in deltas),
+            "".join(delta.content for delta in deltas),
+            tuple(call for delta in deltas for call in delta.calls),
+        )
+
+    def _push(self, token: Token) -> Delta:
+        self.tokens.append(token)
+        delta = self._parser.push(token.text)
+        if delta.reasoning:
+            self.num_reasoning = len(self.tokens)
+        return delta
+
+    @property
+    def answer(self) -> Answer:
+        return fold(self._deltas)
 
     @property
     def finish_reason(self) -> str | None:
-        return None if self.result is None else self.result.finish_reason
+        if self.result is None:
+            return None
+        calls = any(delta.calls for delta in self._deltas)
+        return "tool_calls" if calls and self.result.finish_reason == "stop" else self.result.finish_reason
 
 
 class ChatReply:
@@ -80,7 +154,11 @@ class ChatReply:
         self._around = around
         self._logprobs, self._tokens = bool(body.logprobs), bool(body.return_tokens)
         self._usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._choices = [Choice() for _ in range(n)]
+        self._tools = [] if body.tool_choice == "none" else [tool_object(tool) for tool in body.tools or ()]
+        self._choices: list[Choice] = []
+
+    def prepared(self, states: Sequence[ReasoningState]) -> None:
+        self._choices = [Choice(AnswerParser(self._around.format, state, self._tools)) for state in states]
 
     def start(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
@@ -88,10 +166,10 @@ class ChatReply:
 
     def take(self, index: int, event: Event) -> list[Json]:
         choice = self._choices[index]
-        text = choice.take(event)
+        delta = choice.take(event)
         chunks = []
-        if text or (event.tokens and (self._tokens or self._logprobs)):
-            chunks.append(self._chunk(index, {"content": text}, None, event))
+        if delta or (event.tokens and (self._tokens or self._logprobs)):
+            chunks.append(self._chunk(index, self._delta(index, delta), None, event))
         if choice.result is not None:
             last = self._chunk(index, {}, choice.finish_reason)
             chunks.append(last | {"timings": timings_of([choice.result])})
@@ -101,15 +179,21 @@ class ChatReply:
         if not self._usage:
             return []
         head = self._head("chat.completion.chunk") | {"choices": []}
-        return [head | {"usage": usage_of(self._results, len(self._choices)), "timings": timings_of(self._results)}]
+        return [head | {"usage": self._usage_sum, "timings": timings_of(self._results)}]
 
     def failed(self, error: ApiError) -> list[Json]:
         return [error.body()]
 
     def whole(self) -> Json:
         answer = self._head("chat.completion") | {"choices": [self._whole_choice(i) for i in range(len(self._choices))]}
-        answer |= {"usage": usage_of(self._results, len(self._choices)), "timings": timings_of(self._results)}
+        answer |= {"usage": self._usage_sum, "timings": timings_of(self._results)}
         return answer | ({"tokens": token_list(self._choices[0].tokens)} if self._tokens else {})
+
+    @property
+    def _usage_sum(self) -> Json:
+        usage = usage_of(self._results, len(self._choices))
+        reasoning = sum(choice.num_reasoning for choice in self._choices)
+        return usage | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
 
     @property
     def _results(self) -> list[Result]:
@@ -119,10 +203,39 @@ class ChatReply:
         choice = self._choices[index]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.content, "refusal": None},
+            "message": self._message(index, choice.answer),
             "logprobs": self._logprobs_of(choice.tokens),
             "finish_reason": choice.finish_reason,
         }
+
+    def _message(self, index: int, answer: Answer) -> Json:
+        content = None if answer.calls and not answer.content else answer.content
+        message = {"role": "assistant", "content": content, "refusal": None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [
+                self._call(index, i) | {"function": {"name": call.name, "arguments": call.arguments}}
+                for i, call in enumerate(answer.calls)
+            ]
+        return message
+
+    def _delta(self, index: int, delta: Delta) -> Json:
+        pieces: Json = {"content": delta.content} if delta.content or not delta else {}
+        if delta.reasoning:
+            pieces["reasoning_content"] = delta.reasoning
+        if delta.calls:
+            pieces["tool_calls"] = [self._call_delta(index, call) for call in delta.calls]
+        return pieces
+
+    def _call_delta(self, index: int, call: CallDelta) -> Json:
+        if call.name is None:
+            return {"index": call.index, "function": {"arguments": call.arguments}}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": call.index, **self._call(index, call.index), "function": function}
+
+    def _call(self, index: int, call: int) -> Json:
+        return {"id": f"call_{self._around.id}_{index}_{call}", "type": "function"}
 
     def _head(self, kind: str) -> Json:
         around = self._around

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from foreglance.chat_format import ReasoningState
 from foreglance.request import Event, Request, Result, Token
-from foreglance.serve.chat import Choice, step_of, token_list
+from foreglance.serve.chat import step_of, token_list
 from foreglance.serve.errors import ApiError, refused
 from foreglance.serve.openai import (
     Job,
@@ -36,7 +38,7 @@ def completion_job(body: CompletionBody, around: Surroundings) -> Job:
         raise refused("return_tokens", "works with one prompt only")
     max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     sampling, speculation = (
-        sampling_of(body, around, max_tokens, body.logprobs),
+        sampling_of(body, around, max_tokens, logprobs=body.logprobs),
         speculation_of(body.speculative, around.speculation),
     )
     requests = [Request.raw(prompt, sampling=sampling, speculation=speculation) for prompt in prompts]
@@ -52,6 +54,25 @@ def _prompts(prompt: str | list) -> list:
     return [prompt] if isinstance(prompt[0], int) else prompt
 
 
+@dataclass
+class Text:
+    """One answer as it grows."""
+
+    content: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    result: Result | None = None
+
+    def take(self, event: Event) -> str:
+        self.content += event.text
+        self.tokens += event.tokens
+        self.result = event.result
+        return event.text
+
+    @property
+    def finish_reason(self) -> str | None:
+        return None if self.result is None else self.result.finish_reason
+
+
 class CompletionReply:
     ends_with_done = True
 
@@ -59,7 +80,10 @@ class CompletionReply:
         self._around, self._n = around, n
         self._logprobs, self._tokens = body.logprobs is not None, bool(body.return_tokens)
         self._usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._choices = [Choice() for _ in range(num_answers)]
+        self._choices = [Text() for _ in range(num_answers)]
+
+    def prepared(self, states: Sequence[ReasoningState]) -> None:
+        """A prompt that no template touches is gone on with as it is."""
 
     def start(self) -> list[Json]:
         return []

@@ -127,6 +127,7 @@ class Dispatch:
 
     async def _enter(self, opened: Opened) -> None:
         prepared = await self.prepare(opened.job.requests, opened.job.n)
+        opened.job.reply.prepared([rows.reasoning for _, rows in prepared])
         await asyncio.wrap_future(self._worker.submit(prepared, opened.deliver))
 
     async def prepare(self, requests: Sequence[Request], n: int = 1) -> list[tuple[Request, Rows]]:

@@ -82,6 +82,7 @@ class Host:
             now=int(time.time()),
             id=uuid.uuid4().hex,
             piece=self.engine.piece,
+            format=self.engine.format,
             images=await self._fetched(list(remote_urls(*messages))),
         )
 

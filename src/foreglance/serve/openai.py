@@ -9,14 +9,25 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from foreglance.request import Event, Image, Message, Request, Result, SamplingParams, Speculation, Text
+from foreglance.chat_format import ChatFormat, ReasoningState
+from foreglance.request import Event, Grammar, Image, Message, Request, Result, SamplingParams, Speculation, Text
 from foreglance.serve.errors import ApiError, refused
-from foreglance.serve.schema import ChoicesBody, ImagePart, InputImage, SamplingBody, Speculative
+from foreglance.serve.schema import (
+    ChoicesBody,
+    ImagePart,
+    InputImage,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    SamplingBody,
+    Speculative,
+)
 
 DATA_URL = re.compile(r"data:(?P<kind>[^;,]*)(?P<options>(;[^;,]*)*),", re.ASCII)
 Json = dict[str, Any]
@@ -25,7 +36,8 @@ Json = dict[str, Any]
 @dataclass(frozen=True)
 class Surroundings:
     """What an answer needs besides the body. `seed` and `speculation` are for a body that names none; `images` are the
-    bytes of remote images by their address; `context` is the longest answer; `piece` tells a token's text."""
+    bytes of remote images by their address; `context` is the longest answer; `piece` tells a token's text and `format`
+    how the model writes reasoning and calls."""
 
     model: str
     speculation: Speculation
@@ -34,7 +46,8 @@ class Surroundings:
     seed: int
     now: int
     id: str
-    piece: Any
+    piece: Callable[[int], str]
+    format: ChatFormat
     images: Mapping[str, bytes]
 
 
@@ -43,6 +56,10 @@ class Reply(Protocol):
     word [DONE] ends a stream."""
 
     ends_with_done: bool
+
+    def prepared(self, states: Sequence[ReasoningState]) -> None:
+        """Where each request's prompt left the model; comes before all else."""
+        ...
 
     def start(self) -> list[Json]:
         """Chunks before the first event."""
@@ -116,7 +133,7 @@ def check_model(name: str | None, known: Sequence[str]) -> None:
         )
 
 
-def sampling_of(body: SamplingBody, around: Surroundings, max_tokens: int | None, logprobs: int | None):
+def sampling_of(body: SamplingBody, around: Surroundings, max_tokens: int | None, **more: Any) -> SamplingParams:
     """Raises `RequestError` for values out of range."""
     given = {
         name: vars(body)[name]
@@ -137,8 +154,8 @@ def sampling_of(body: SamplingBody, around: Surroundings, max_tokens: int | None
         seed=around.seed if body.seed is None else body.seed % 2**64,
         stop=_stops(body.stop),
         logit_bias=_bias(body.logit_bias or {}),
-        logprobs=logprobs,
         **given,
+        **more,
     )
 
 
@@ -153,6 +170,15 @@ def _bias(bias: Mapping[str, float]) -> dict[int, float]:
     return {int(token): value for token, value in bias.items()}
 
 
+def grammar_of(format: Any) -> Grammar | None:
+    """What a format asks of the answer. Chat completions put a schema one level deeper than responses."""
+    if isinstance(format, JsonObjectFormat):
+        return Grammar("json_object")
+    if isinstance(format, JsonSchemaFormat):
+        format = format.json_schema
+    return Grammar("json_schema", json.dumps(format.schema_)) if isinstance(format, JsonSchema) else None
+
+
 def speculation_of(body: Speculative | None, default: Speculation) -> Speculation:
     given = {} if body is None else body.model_dump(exclude_none=True)
     return replace(default, **given)
@@ -161,12 +187,14 @@ def speculation_of(body: Speculative | None, default: Speculation) -> Speculatio
 # Messages
 
 
-def message_of(message: Any, path: str, images: Mapping[str, bytes]) -> Message:
+def message_of(message: Any, path: str, images: Mapping[str, bytes], **more: Any) -> Message:
     role = "system" if message.role == "developer" else message.role
-    return Message(role, content_parts(message.content, f"{path}.content", images))
+    return Message(role, content_parts(message.content, f"{path}.content", images), **more)
 
 
 def content_parts(content: Any, path: str, images: Mapping[str, bytes]) -> tuple[Text | Image, ...]:
+    if content is None:
+        return ()
     if isinstance(content, str):
         return (Text(content),)
     return tuple(_part(part, f"{path}[{i}]", images) for i, part in enumerate(content))
@@ -194,7 +222,8 @@ def is_remote(url: str) -> bool:
 def remote_urls(name: str, messages: Sequence[Any]) -> Iterator[tuple[str, str]]:
     """(path of the field, address) of each image that must be fetched for the messages in field `name`."""
     for i, message in enumerate(messages):
-        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+        content = message.content
+        for j, part in enumerate(content if isinstance(content, list) else ()):
             address = image_address(part, f"{name}[{i}].content[{j}]")
             if address is not None and is_remote(address[1]):
                 yield address

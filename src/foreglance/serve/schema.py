@@ -7,10 +7,11 @@ no meaning here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from foreglance.request import DRAFT_KINDS, IMAGE_POLICIES, MAX_DEPTH, MAX_LOGPROBS
 
@@ -28,6 +29,13 @@ UNSUPPORTED = {
     **dict.fromkeys(("best_of", "suffix", "echo"), LEAVE_OUT),
     **dict.fromkeys(("background", "conversation", "previous_response_id", "context_management"), NO_STORE),
     **dict.fromkeys(("max_tool_calls", "prompt", "include"), LEAVE_OUT),
+    "reasoning_effort": "use reasoning_budget and chat_template_kwargs",
+    "reasoning": "use reasoning_budget and chat_template_kwargs",
+    "tools": "tools are served by /v1/chat/completions",
+    "tool_choice": "tools are served by /v1/chat/completions",
+    "parallel_tool_calls": "tools are served by /v1/chat/completions",
+    "response_format.json_schema.description": "say it in a message",
+    "text.format.description": "say it in a message",
     "n_predict": "use max_tokens",
     "repeat_penalty": "use repetition_penalty",
     "cache_prompt": "a finished conversation is always reused",
@@ -146,17 +154,95 @@ class UserMessage(Body):
     content: Content
 
 
+class CalledFunction(Body):
+    name: String
+    arguments: String = Field(description="The text of a JSON object.")
+
+
+class MadeCall(Body):
+    id: String
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(Body):
     role: Literal["assistant"]
+    content: String | list[TextPart] | None = None
+    tool_calls: list[MadeCall] | None = None
+    reasoning_content: String | None = None
+    refusal: None = None
+
+
+class ToolMessage(Body):
+    role: Literal["tool"]
+    tool_call_id: String
     content: String | list[TextPart]
 
 
-ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage, Field(discriminator="role")]
+ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+def _whole_json(value: Any) -> Any:
+    """Any JSON, its text checked like that of other fields."""
+    _whole(json.dumps(value, ensure_ascii=False))
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_whole_json)]
+
+
+class Function(Body):
+    name: String
+    description: String | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = Field(None, description="Kept to where a call is forced, or calls are not parallel.")
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: String
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    name: String
+    schema_: JsonObject = Field(alias="schema")
+    strict: bool | None = Field(None, description="A schema is always kept to.")
+
+
+class JsonSchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class ChatBody(ChoicesBody):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: JsonObject | None = Field(None, description="Variables that the chat template reads.")
+    reasoning_budget: int | None = Field(None, description="Tokens of reasoning after which the answer begins.")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     store: Literal[False] | None = None
@@ -200,18 +286,46 @@ class InputMessage(Body):
     status: String | None = None
 
 
-class TextFormat(Body):
-    type: Literal["text"]
+class ReasoningText(Body):
+    type: Literal["reasoning_text"]
+    text: String
+
+
+class ReasoningItem(Body):
+    """The reasoning before an answer, as it was given; it belongs to the message behind it."""
+
+    type: Literal["reasoning"]
+    id: String
+    summary: Annotated[list[dict], Field(max_length=0)]
+    content: list[ReasoningText] | None = None
+    status: String | None = None
+    encrypted_content: None = None
+
+
+def _item_kind(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else item.type
+    return "reasoning" if kind == "reasoning" else "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")] | Annotated[ReasoningItem, Tag("reasoning")], Discriminator(_item_kind)
+]
+
+
+class NamedSchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
 
 
 class TextOptions(Body):
-    format: TextFormat | None = None
+    format: Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat, Field(discriminator="type")] | None = None
 
 
 class ResponseBody(SamplingBody):
-    input: String | Annotated[list[InputMessage], Field(min_length=1)]
+    input: String | Annotated[list[InputItem], Field(min_length=1)]
     instructions: String | None = Field(None, description="A system message in front of the input.")
     max_output_tokens: int | None = None
+    chat_template_kwargs: JsonObject | None = Field(None, description="Variables that the chat template reads.")
+    reasoning_budget: int | None = Field(None, description="Tokens of reasoning after which the answer begins.")
     metadata: dict[String, String] | None = Field(None, description="Given back with the answer.")
     store: Literal[False] | None = None
     text: TextOptions | None = None
@@ -223,6 +337,10 @@ class TokenizeBody(Body):
     content: String
     add_special: bool | None = Field(None, description="Also the tokens that are put around any text.")
     with_pieces: bool | None = Field(None, description="Also the text of each token.")
+
+
+class SlotBody(Body):
+    filename: String | None = None
 
 
 class DetokenizeBody(Body):
