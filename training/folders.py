@@ -29,6 +29,7 @@ TAGS = {
     "text": {},
 }
 ADDED = {"step": ("<patch_start>", "<patch_end>", "<patch_newline>"), "gemma": (), "text": ()}
+TEMPLATES = {"gemma": "chat_template_gemma.jinja"}  # tool calls are written in the family's own way
 PREPROCESSORS = {
     "step": {
         "image_processor_type": "Step3p7ImageProcessor",
@@ -77,7 +78,7 @@ def write_tokenizer(family: str, data: Path, out: Path) -> None:
 def write_texts(family: str, name: str, data: Path, out: Path) -> None:
     """All files but config and weights."""
     write_tokenizer(family, data, out)
-    template = (HERE / "chat_template.jinja").read_text()
+    template = (HERE / TEMPLATES.get(family, "chat_template.jinja")).read_text()
     if family != "text":
         assert template.count(PLACE) == 1
         place = special_tokens(family)[IMAGE_PAD]

@@ -68,9 +68,9 @@ class ChatFormat:
         return self.template is None or re.search(rf"\b{re.escape(variable)}\b", self.template) is not None
 
     def state_after(self, prompt: str) -> ReasoningState:
-        """Where a rendered prompt leaves the model: inside a block of reasoning, behind an empty one, or neither."""
+        """Where a rendered prompt leaves the model: inside a block of reasoning, behind any, or neither."""
         if self.reasoning is None:
-            return "none"
+            return "done"
         tail = prompt.rstrip()
         if tail.endswith(self.reasoning.start):
             return "open"

@@ -327,12 +327,16 @@ class Prompter:
         options: Mapping[str, Any] | None = None,
     ) -> Rows:
         """Rows of a conversation. Raises `RequestError` for what the chat template does not take."""
-        text = render(self.tokenizer, self.format, messages, tools, options or {})
+        options = options or {}
+        text = render(self.tokenizer, self.format, messages, tools, options)
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         images = [self.prepare(picture) for picture in pictures]
-        return replace(
-            make_rows(token_ids, self.image_token, images, self.rule), reasoning=self.format.state_after(text)
-        )
+        state = self.format.state_after(text)
+        if state == "none" and not options.get("enable_thinking") and self.format.reads("enable_thinking"):
+            asked = render(self.tokenizer, self.format, messages, tools, {**options, "enable_thinking": True})
+            if self.format.state_after(asked) == "open":  # so this model reasons when it is asked to, and was not
+                state = "done"
+        return replace(make_rows(token_ids, self.image_token, images, self.rule), reasoning=state)
 
     def rows_of(self, request: Request, pictures: Sequence[Picture]) -> Rows:
         """Rows of a request's conversation, tools and options."""

@@ -217,5 +217,5 @@ def test_the_end_of_a_prompt_says_whether_the_model_reasons_already():
     assert format.state_after("<|im_start|>assistant\n<think>\n") == "open"
     assert format.state_after("<|im_start|>assistant\n<think>\n\n</think>\n\n") == "done"
     assert format.state_after("what is <think>?<|im_start|>assistant\n") == "none"
-    assert ChatFormat().state_after("<think>") == "none"
+    assert ChatFormat().state_after("<think>") == "done"
     assert FORMATS["gemma"].state_after("<|turn>model\n<|channel>thought\n<channel|>") == "done"
