@@ -39,7 +39,7 @@ class Grammars:
         matcher = self._compile(around_reasoning(answer, format.reasoning, state, self._word))
         if matcher.is_error():
             raise RequestError(
-                f"{param}: cannot be compiled: {matcher.get_error()}", param=param, code="invalid_grammar"
+                f"{param}: cannot be compiled: {_error_of(matcher)}", param=param, code="invalid_grammar"
             )
         return matcher.deep_copy()
 
@@ -62,6 +62,11 @@ def hugging_face_vocabulary(tokenizer: Any, vocab_size: int, eos: Sequence[int])
     from llguidance.hf import from_tokenizer
 
     return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=sorted(eos))
+
+
+def _error_of(matcher: LLMatcher) -> str:
+    """What llguidance says of itself, without the dump of its state behind it."""
+    return matcher.get_error().partition("<state>")[0].strip()
 
 
 def is_bound(request: Request) -> bool:
@@ -159,12 +164,12 @@ class Guide:
             self._masks = {n: mask for n, mask in self._masks.items() if n <= known}
         for token in tokens[known:]:
             if not matcher.validate_tokens([token]) or not matcher.consume_token(token):
-                return self._lose(tokens, matcher.get_error() or f"token {token} does not follow")
+                return self._lose(tokens, _error_of(matcher) or f"token {token} does not follow")
             self._path.append(token)
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         mask = np.flatnonzero(bits[: self._vocab_size])
         if matcher.is_error() or not len(mask):
-            return self._lose(tokens, matcher.get_error() or "no token of the vocabulary can follow")
+            return self._lose(tokens, _error_of(matcher) or "no token of the vocabulary can follow")
         self._masks[len(tokens)] = mask
         if len(self._masks) > 2 * MAX_DEPTH + 2:
             del self._masks[min(self._masks)]

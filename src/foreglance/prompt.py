@@ -355,12 +355,14 @@ class Prompter:
 
     def _budget(self, limit: int | None, state: ReasoningState) -> ReasoningBudget | None:
         tags = self.format.reasoning
-        if limit is None or state == "done":
+        if limit is None:
             return None
         if tags is None:
             raise RequestError(
                 "reasoning_budget: the chat template of this model marks no reasoning", param="reasoning_budget"
             )
+        if state == "done":
+            return None
         return ReasoningBudget(limit, tags, state, self.encode(tags.end, special=False), self.decode_markup)
 
     def raw_rows(self, prompt: str | Sequence[int]) -> Rows:
