@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreglance.prompt import ImageInput, MRope, make_rows
-from foreglance.request import Request, SamplingParams
+from foreglance.request import LogProb, Request, SamplingParams
 from foreglance.sequence import Sequence, StopStrings
 from foreglance.verify import Verdict, verify
 
@@ -76,6 +76,46 @@ def test_a_limited_verdict_is_what_is_taken(max_tokens, picks, ignore_eos):
 
 def decode(tokens):
     return "".join(chr(97 + i % 26) for i in tokens)
+
+
+def as_bytes(tokens):
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def answer(picks, cuts, stop, max_tokens):
+    """What comes of `picks`, of which a step gains as many as `cuts` say, all but the last one drafts that stood."""
+    request = Request.from_prompt("-", sampling=SamplingParams(stop=stop, max_tokens=max_tokens, logprobs=0))
+    rows = make_rows((1, 2, 3), 9, (), MRope())
+    sequence = Sequence(0, request, rows, MRope(), frozenset({END}), as_bytes, 100)
+    sequence.advance(3)
+    tokens, picks = [], list(picks)
+    for size in [*cuts, *[1] * len(picks)]:
+        if sequence.finish is not None or not picks:
+            break
+        gained, picks = picks[:size], picks[size:]
+        logprobs = [LogProb(-float(token)) for token in gained]
+        tokens += sequence.take(sequence.limit(verify(gained[:-1], gained, logprobs))).tokens
+        assert sequence.committed == 3 + len(tokens) - 1
+    ids = tuple((token.id, token.logprob, token.text) for token in tokens)
+    return ids, sequence.finish, "".join(token.text for token in tokens), sequence._text
+
+
+pieces = st.lists(st.sampled_from([b"a", b"b", "é".encode(), "🙂".encode(), b"\xf0", bytes([END])]), max_size=9)
+
+
+@given(
+    pieces,
+    st.lists(st.integers(1, 8), max_size=9),
+    st.lists(st.sampled_from(["ab", "éa", "🙂", "bba"]), max_size=2),
+    st.integers(1, 20),
+)
+def test_how_tokens_fall_into_steps_does_not_matter(pieces, cuts, stops, max_tokens):
+    """Characters of several tokens, stop strings and ends of text may lie across the borders of steps: every token has
+    the same text and number, and the answer is the same."""
+    picks = b"".join(pieces)
+    singly = answer(picks, [], tuple(stops), max_tokens)
+    assert answer(picks, cuts, tuple(stops), max_tokens) == singly
+    assert singly[2] == singly[3]
 
 
 def test_an_end_of_text_behind_accepted_drafts_is_the_last_row():
