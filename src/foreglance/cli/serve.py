@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import typer
@@ -16,7 +20,19 @@ from foreglance.request import RequestError
 from foreglance.serve.settings import LOOPBACK_NAMES, ServerSettings, digest, is_loopback
 from foreglance.settings import Settings
 
-WHERE, LIMITS = "Who may ask", "Limits"
+if TYPE_CHECKING:
+    from foreglance.engine import Engine
+
+WHERE, LIMITS, CACHES = "Who may ask", "Limits", "Caches"
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def num_bytes(text: str) -> int:
+    """`1500`, `500M` or `4GiB` as a number of bytes."""
+    found = re.fullmatch(r"(\d+)([KMGT]?)(i?B)?", str(text).strip(), re.IGNORECASE)
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no number of bytes such as 1500, 500M or 4G")
+    return int(found[1]) * UNITS[found[2].upper()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +82,38 @@ class ServeOptions(ModelOptions, DraftOptions):
     grace: Annotated[
         float, typer.Option("--grace", rich_help_panel=LIMITS, min=0, help="Seconds to finish when told to stop.")
     ] = ServerSettings.grace
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--replicas", rich_help_panel=LIMITS, min=1, max=64, help="Copies, each in its own process, on Ray Serve."
+        ),
+    ] = None
+    prefix_cache_bytes: Annotated[
+        int,
+        typer.Option(
+            "--prefix-cache-bytes",
+            rich_help_panel=CACHES,
+            parser=num_bytes,
+            metavar="BYTES",
+            help="Memory for computed rows that later requests may begin with, such as 500M or 4G; 0: none.",
+        ),
+    ] = Settings.prefix_cache_bytes
+    slot_save_path: Annotated[
+        Path | None,
+        typer.Option("--slot-save-path", rich_help_panel=CACHES, help="Folder to which POST /slots saves."),
+    ] = ServerSettings.slot_save_path
+    slots_debug: Annotated[
+        bool, typer.Option("--slots-debug", rich_help_panel=CACHES, help="GET /slots shows the text of conversations.")
+    ] = ServerSettings.slots_debug
     access_log: Annotated[bool, typer.Option("--access-log", help="A line for each request.")] = False
 
     def engine_settings(self) -> Settings:
         return self.settings(
-            slots=self.slots, context=self.context, max_images=self.max_images, max_pixels=self.max_pixels
+            slots=self.slots,
+            context=self.context,
+            max_images=self.max_images,
+            max_pixels=self.max_pixels,
+            prefix_cache_bytes=self.prefix_cache_bytes,
         )
 
     def server_settings(self) -> ServerSettings:
@@ -84,6 +127,8 @@ class ServeOptions(ModelOptions, DraftOptions):
             max_body=self.max_body_mb << 20,
             grace=self.grace,
             remote_images=self.allow_remote_images,
+            slot_save_path=None if self.slot_save_path is None else _folder(self.slot_save_path),
+            slots_debug=self.slots_debug,
         )
 
 
@@ -96,6 +141,13 @@ def _keys(path: Path) -> tuple[bytes, ...]:
     if not keys:
         raise RequestError(f"--api-key-file {path} holds no key; write one a line", param="api_key_file")
     return keys
+
+
+def _folder(path: Path) -> Path:
+    folder = path.expanduser()
+    if not folder.is_dir():
+        raise RequestError(f"--slot-save-path {path} is no folder", param="slot_save_path")
+    return folder
 
 
 def _origin(text: str) -> str:
@@ -118,21 +170,47 @@ def serve(options: ServeOptions) -> None:
     from foreglance.serve.run import bind, run
 
     settings = options.server_settings()
+    if options.replicas is not None and (settings.slot_save_path is not None or settings.slots_debug):
+        raise RequestError("slots are those of one engine; leave out --replicas", param="replicas")
     bound = bind(options.host, options.port)
-    engine = load_engine(options, options.engine_settings(), options.draft, options.second_model)
-    from foreglance.serve.app import create_app
+    load = partial(load_engine, options, options.engine_settings(), options.draft, options.second_model)
+    if options.replicas is None:
+        from foreglance.serve.app import create_app
 
-    port = bound.getsockname()[1]
-    url = f"http://{f'[{options.host}]' if ':' in options.host else options.host}:{port}"
+        engine = load()
+        ready = partial(_greet, options, bound, engine.target.spec.name, engine.context)
+        run(create_app(engine, settings), bound, settings.grace, ready, options.access_log)
+    else:
+        _serve_replicas(options, settings, bound, load)
 
-    def ready() -> None:
-        to_stderr(
-            f"{engine.target.spec.name} at {url}: page at {url}/, API at {url}/v1, {options.slots} slots of "
-            f"{engine.context} rows; Ctrl-C stops it"
-        )
-        if not is_loopback(options.host) and not settings.api_keys:
-            to_stderr("anyone who reaches this address may use the server; --api-key-file asks for keys", "yellow")
-        if options.json:
-            print_json({"url": url, "model": engine.target.spec.name})
 
-    run(create_app(engine, settings), bound, settings.grace, ready, options.access_log)
+def _serve_replicas(
+    options: ServeOptions, settings: ServerSettings, bound: socket.socket, load: Callable[[], Engine]
+) -> None:
+    from foreglance.serve.balancer import Balancer, name_of
+    from foreglance.serve.replicas import Cluster, create_balanced_app
+    from foreglance.serve.run import run
+
+    cluster = Cluster(load, settings)
+    try:
+        started = cluster.add_all(map(name_of, range(options.replicas)))
+        balancer = Balancer(cluster, started, options.slots)
+
+        def ready() -> None:
+            _greet(options, bound, *balancer.serves)
+
+        run(create_balanced_app(balancer, settings), bound, settings.grace, ready, options.access_log)
+    finally:
+        cluster.close()
+
+
+def _greet(options: ServeOptions, bound: socket.socket, model: str, context: int) -> None:
+    url = f"http://{f'[{options.host}]' if ':' in options.host else options.host}:{bound.getsockname()[1]}"
+    what = model if options.replicas is None else f"{options.replicas} replicas of {model}"
+    to_stderr(
+        f"{what} at {url}: page at {url}/, API at {url}/v1, {options.slots} slots of {context} rows; Ctrl-C stops it"
+    )
+    if not is_loopback(options.host) and options.api_key_file is None:
+        to_stderr("anyone who reaches this address may use the server; --api-key-file asks for keys", "yellow")
+    if options.json:
+        print_json({"url": url, "model": model})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from foreglance import __version__
 from foreglance.request import Result
@@ -70,3 +72,25 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+class _Collected:
+    """Metrics as they were read."""
+
+    def __init__(self, metrics: Iterable[Metric]):
+        self._metrics = list(metrics)
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._metrics)
+
+
+def merged(texts: Iterable[tuple[str, str]]) -> bytes:
+    """Metrics of several servers as one text: (name, its text) each; a label `replica` says whose a sample is."""
+    metrics: dict[str, Metric] = {}
+    for replica, text in texts:
+        for read in text_string_to_metric_families(text):
+            into = metrics.setdefault(read.name, Metric(read.name, read.documentation, read.type))
+            into.samples += [one._replace(labels={"replica": replica, **one.labels}) for one in read.samples]
+    registry = CollectorRegistry()
+    registry.register(_Collected(metrics.values()))
+    return generate_latest(registry)
