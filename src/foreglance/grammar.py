@@ -83,7 +83,14 @@ def _answer(request: Request, format: ChatFormat, word: Word) -> dict[str, Any]:
         raise RequestError(
             "tools: it is not known how this model writes calls", param="tools", code="tools_unsupported"
         )
-    return {"lark_grammar": tool_grammar(request, format.tools, word)}
+    try:
+        return {"lark_grammar": tool_grammar(request, format.tools, word)}
+    except (AttributeError, TypeError, KeyError, RecursionError) as error:
+        raise RequestError(
+            f"tools: the parameters are no JSON schema that can be followed ({type(error).__name__}: {error})",
+            param="tools",
+            code="invalid_grammar",
+        ) from error
 
 
 def _of(grammar: Grammar) -> dict[str, Any]:

@@ -48,7 +48,9 @@ class _Calls:
 
 
 def _schema_of(tool: Schema) -> Schema:
-    return tool.get("parameters") or {"type": "object", "properties": {}}
+    """The schema of a tool's arguments. Those that it does not name are let in only if it says so."""
+    schema = {"type": "object", **(tool.get("parameters") or {"properties": {}})}
+    return {"additionalProperties": False, **schema} if "properties" in schema else schema
 
 
 def _xml(tools: Sequence[Schema], word: Word) -> _Calls:
@@ -59,22 +61,23 @@ def _xml(tools: Sequence[Schema], word: Word) -> _Calls:
         required, terms = schema.get("required", ()), []
         for j, (name, value) in enumerate(schema.get("properties", {}).items()):
             term, more = _xml_value(value, _definitions(schema), f"v{i}_{j}")
-            rules += [f"p{i}_{j}: {literal(f'<parameter={name}>') + ''} {term}", *more]
+            rules += [f"p{i}_{j}: {literal(f'<parameter={name}>{chr(10)}')} {term}", *more]
             terms.append(f"p{i}_{j}" if name in required else f"p{i}_{j}?")
         head = literal(f"\n<function={tool['name']}>\n")
         bodies.append(" ".join([head, *terms, literal("</function>\n")]))
     return _Calls(bodies, rules)
 
 
-def _xml_value(schema: Schema, definitions: Schema, rule: str) -> tuple[str, list[str]]:
+def _xml_value(schema: Schema | bool, definitions: Schema, rule: str) -> tuple[str, list[str]]:
+    schema = {} if schema is True else schema
     end = literal("\n</parameter>\n")
     words = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if words is not None and all(isinstance(one, str) for one in words):
-        return f"{literal(chr(10))} {either(*map(literal, words))} {end}", []
+        return f"{either(*map(literal, words))} {end}", []
     if may_be_text(schema):
         term, definition = until(rule, end)
-        return f"{literal(chr(10))} {term}", [definition]
-    return f"{literal(chr(10))} {rule} {end}", [f"{rule}: {json_of({**schema, **definitions})}"]
+        return term, [definition]
+    return f"{rule} {end}", [f"{rule}: {json_of({**schema, **definitions})}"]
 
 
 def may_be_text(schema: Schema) -> bool:
@@ -112,7 +115,7 @@ def _gemma(tools: Sequence[Schema], word: Word) -> _Calls:
     bodies, rules = [], _GemmaRules(word(GEMMA_QUOTE))
     for tool in tools:
         schema = _schema_of(tool)
-        arguments = rules.value({"type": "object", **schema}, schema)
+        arguments = rules.value(schema, schema)
         bodies.append(f"{literal('call:' + tool['name'])} {arguments}")
     return _Calls(bodies, list(rules))
 
@@ -129,8 +132,10 @@ class _GemmaRules:
     def __iter__(self) -> Iterator[str]:
         return iter(self.rules)
 
-    def value(self, schema: Schema, root: Schema) -> str:
+    def value(self, schema: Schema | bool, root: Schema) -> str:
         """The Lark term of a value."""
+        if schema is True:
+            return self._any()
         if "$ref" in schema:
             return self._reference(schema["$ref"], root)
         choices = schema.get("anyOf") or schema.get("oneOf")

@@ -60,7 +60,7 @@ def test_how_a_text_is_cut_does_not_matter(syntax, words, state, data):
 
 def xml(name, arguments):
     def raw(value):
-        return value if isinstance(value, str) else json.dumps(value)
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
     values = "".join(f"<parameter={key}>\n{raw(value)}\n</parameter>\n" for key, value in arguments.items())
     return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
