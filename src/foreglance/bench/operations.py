@@ -18,11 +18,7 @@ from foreglance.ops.base import Ops
 from foreglance.request import Request
 from foreglance.settings import Settings
 
-OPERATIONS = (
-    "linear", "embedding", "rms_norm", "gated_rms_norm", "silu_mul", "gelu_mul", "sigmoid_mul", "rotary",
-    "attend_row", "attend_chunk", "causal_conv", "delta_gates", "delta_rows", "delta_chunk", "l2_norm",
-    "route", "experts", "softcap",
-)  # fmt: skip
+OPERATIONS = tuple(name for name in vars(Ops) if not name.startswith("_") and name not in ("name", "pack_linear"))
 
 
 class Clock:

@@ -154,6 +154,7 @@ def run_llama_cpp(given: dict[str, Any]) -> Runner:
                 "temperature": 0,
                 "cache_prompt": False,
                 "ignore_eos": True,
+                "chat_template_kwargs": {"enable_thinking": False},  # what our prompts leave out
             }
         )
         if "choices" not in said:

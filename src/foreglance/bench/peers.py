@@ -154,7 +154,7 @@ def measure(
     """A row for each contender, in their order. Every one runs each prompt once before it counts."""
     rows = [Row(one.engine, one.weights, one.setting, one.given["threads"]) for one in contenders]
     answers: list[list[dict[str, Any]]] = [[] for _ in contenders]
-    jobs = [_job(case, max_tokens) for case in cases]
+    jobs = [job_of(case, max_tokens) for case in cases]
     done, total = 0, (rounds + 1) * len(jobs) * len(contenders)
     with workers(contenders) as found:
         for turn in range(rounds + 1):
@@ -192,7 +192,7 @@ def _fill(row: Row, mine: Sequence[dict[str, Any]], first: Sequence[dict[str, An
     row.agrees = sum(same) / len(same) if same else None
 
 
-def _job(case: Case, max_tokens: int) -> dict[str, Any]:
+def job_of(case: Case, max_tokens: int) -> dict[str, Any]:
     """A case of one message with at most one picture."""
     (message,) = case.messages
     image = next((part.source for part in message.parts if isinstance(part, Image)), None)

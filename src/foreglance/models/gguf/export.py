@@ -130,16 +130,21 @@ def _write(
             _add_value(writer, key, value)
     for one in spelled:
         for name, tensor in zip(one.file, one.change.store(tensors.get(one.hub)), strict=True):
-            stored, kind_number = _encoded(
-                tensor, "f16" if one.keep and tensor.ndim > 2 else "f32" if one.keep else kind
-            )
-            writer.add_tensor(name, stored, raw_dtype=kind_number)
+            stored, number = _encoded(tensor, _kind_of(one, tensor, kind))
+            writer.add_tensor(name, stored, raw_dtype=number)
     for name, tensor in (extra or {}).items():
         writer.add_tensor(name, tensor.numpy(), raw_dtype=GGMLQuantizationType.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _kind_of(spelling: Spelling, tensor: Tensor, kind: str) -> str:
+    """What may not be quantised: kernels of a tower's patches stay floats, the rest is f32."""
+    if not spelling.keep:
+        return kind
+    return "f16" if tensor.ndim > 2 and kind != "f32" else "f32"
 
 
 def _add_value(writer: Any, key: str, value: Any) -> None:
