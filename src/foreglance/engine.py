@@ -579,6 +579,16 @@ class Engine:
         caches = running.drafter.remember(sequence).caches if sequence.id in self._store else ()
         return info_of(slot, sequence, caches[0].rows if caches else 0)
 
+    def forget(self) -> None:
+        """Let go of all rows and image embeddings that are kept for later requests."""
+        self._prefixes.clear()
+        self._embeddings.clear()
+
+    @property
+    def cached_bytes(self) -> int:
+        """Memory that rows kept for later requests take."""
+        return self._prefixes.bytes_held
+
     def slots(self, with_text: bool = False) -> list[SlotInfo]:
         """What each slot holds: the sequence that runs in it, else the conversation last finished there."""
         infos = []

@@ -185,6 +185,43 @@ def _with_interval(value: tuple[float, float, float] | None) -> str:
 
 
 @app.command()
+def prefix(
+    model: Model = "tiny-qwen",
+    prompts: Annotated[int, typer.Option(help="Held-out pictures.")] = 20,
+    chats: Annotated[int, typer.Option(help="Chats of five turns.")] = 5,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer of a chat.")] = 32,
+    weights: Weights = "auto",
+    as_json: Json = False,
+) -> None:
+    """What rows that are kept save: first tokens, rows of a five-turn chat with images, and files of slots."""
+    from foreglance.bench import prefix as bench
+    from foreglance.bench.report import machine, table
+
+    options = ModelOptions(model=model, weights=weights)
+    engine = load_engine(options, options.settings(slots=1))
+    with progress_bar("pictures", prompts) as progress:
+        firsts = bench.first_tokens(engine, prompts, progress)
+    with progress_bar("chats", chats) as progress:
+        turns = bench.five_turns(engine, chats, max_tokens, progress)
+    saved = bench.saved(engine, max_tokens)
+    if as_json:
+        told = {"first_token": [asdict(one) for one in firsts], "chat": [asdict(turn) for turn in turns]}
+        print_json({"machine": machine(), "model": model, "draft": engine.best_draft, **told, "slot": asdict(saved)})
+        return
+    names = "first token", "prompt rows", "computed", "of cold, engine", "of cold, whole", "differ"
+    cells = [(x.case, f"{x.prompt_rows:.0f}", f"{x.rows:.0f}", x.engine, x.whole, x.differing) for x in firsts]
+    show(table(f"{model}, draft {engine.best_draft}: an image prompt", names, cells), False, {})
+    names = "turn", "prompt rows", "image rows", "new", "computed", "first token, of cold"
+    cells = [
+        (at, *(f"{n:.1f}" for n in (x.prompt_rows, x.image_rows, x.new_rows, x.computed_rows)), x.first_token)
+        for at, x in enumerate(turns, 1)
+    ]
+    show(table("Five turns", names, cells), False, {})
+    cell = saved.rows, saved.file_bytes, saved.cached_bytes, f"{saved.save_ms:.0f} ms", f"{saved.restore_ms:.0f} ms"
+    show(table("Slot", ("rows", "bytes of the file", "kept in memory", "save", "restore"), [cell]), False, {})
+
+
+@app.command()
 def operations(
     model: Model = "tiny-qwen",
     draft: Annotated[str, typer.Option(help="mtp, ngram or none.")] = "mtp",

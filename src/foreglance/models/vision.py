@@ -118,6 +118,9 @@ class EmbeddingCache:
     def bytes_held(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._held.values())
 
+    def clear(self) -> None:
+        self._held.clear()
+
     def get(self, digest: str) -> Tensor | None:
         if digest in self._held:
             self._held.move_to_end(digest)

@@ -22,6 +22,7 @@ from foreglance.serve.host import Host
 from foreglance.serve.routes import openai_router, other_router
 from foreglance.serve.schema import UNSUPPORTED, Error, known_fields
 from foreglance.serve.settings import ServerSettings
+from foreglance.serve.slots import slots_router
 from foreglance.serve.stream import ClientGone, Json
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
     app.state.host = host
     app.include_router(openai_router(host))
     app.include_router(other_router(host))
+    app.include_router(slots_router(host))
     answer_errors(app, host.metrics.refused)
+    describe_errors(app)
 
     @app.get(EXAMPLE, include_in_schema=False)
     async def example() -> FileResponse:
@@ -72,6 +75,22 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
     app.mount("/", StaticFiles(directory=PAGE, html=True))
     guard(app, settings)
     return app
+
+
+def describe_errors(app: FastAPI) -> None:
+    """In the API's description: what is invalid is answered 400, in one shape, so there is no 422."""
+    build = app.openapi
+
+    def described() -> dict[str, Any]:
+        document = build()
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        return document
+
+    app.openapi = described
 
 
 def guard(app: FastAPI, settings: ServerSettings) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from pathlib import Path
 
 from foreglance.request import Speculation
 
@@ -28,6 +29,8 @@ class ServerSettings:
     body_timeout  seconds that a body may stand still while it is sent
     grace         seconds that open requests get to finish when the server is told to stop
     remote_images whether http(s) image addresses are fetched
+    slot_save_path folder in which slots are saved and found again; None: they are not
+    slots_debug   whether /slots shows the text of conversations
     """
 
     aliases: tuple[str, ...] = ()
@@ -41,6 +44,8 @@ class ServerSettings:
     body_timeout: float = 30.0
     grace: float = 30.0
     remote_images: bool = False
+    slot_save_path: Path | None = None
+    slots_debug: bool = False
 
     def knows(self, key: str) -> bool:
         """Whether a key is one of ours; takes as long for a wrong key as for a right one."""
