@@ -11,8 +11,9 @@ determines, so the batch says where the borders lie (`blocks`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -100,6 +101,59 @@ class Part:
         return replace(self, token_ids=token_ids, image=image, drafts=drafts)
 
 
+class Holder(Protocol):
+    """What a sequence holds: a cache per layer, rows that are committed and rows of the running forward, and the
+    address of the layers' cells for native kernels."""
+
+    layers: tuple[Any, ...]
+    recurrent: tuple[Any, ...]
+    rows: int
+    provisional: int
+    addresses: int
+
+
+@dataclass(frozen=True)
+class FewPart:
+    """Flat rows [start, start + num_rows) of one sequence, whose caches hold `before` rows in front of them."""
+
+    start: int
+    num_rows: int
+    before: int
+    holder: Holder
+
+
+@dataclass(frozen=True)
+class Few:
+    """The few rows of a batch next to what their sequences hold: what an operation needs that reads or writes caches.
+
+    `table` int64 are the same facts for native kernels: the number of parts, then for each its start, its rows, the
+    rows before, and the address of its layers' cells.
+    """
+
+    parts: tuple[FewPart, ...]
+    table: np.ndarray
+
+    @classmethod
+    def of(cls, parts: Sequence[FewPart]) -> Few:
+        table = np.array(
+            [len(parts), *(n for p in parts for n in (p.start, p.num_rows, p.before, p.holder.addresses))], np.int64
+        )
+        return cls(tuple(parts), table)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(part.num_rows for part in self.parts)
+
+    @cached_property
+    def address(self) -> int:
+        """Of the table."""
+        return self.table.ctypes.data
+
+    def window(self, layer: int) -> int | None:
+        """Of attention cache `layer`, alike for all sequences."""
+        return self.parts[0].holder.layers[layer].spec.window
+
+
 @dataclass(frozen=True)
 class Batch:
     """Flat rows of all parts; few-row parts come first. Make it with `pack`.
@@ -119,10 +173,25 @@ class Batch:
     hidden: Tensor | None
     positions: Tensor
     scored: Tensor
+    _few: list[Few] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def num_rows(self) -> int:
         return len(self.token_ids)
+
+    def few(self, caches: Mapping[int, Holder]) -> Few:
+        """The few rows next to what `caches` hold of their sequences. Made once: a batch is for one forward."""
+        if not self._few:
+            parts = []
+            for part, start in zip(self.parts, self.starts, strict=True):
+                if not part.chunk:
+                    holder = caches[part.sequence]
+                    before = holder.rows + holder.provisional - part.num_rows
+                    for layer in holder.recurrent:
+                        layer.make_room(part.num_rows)
+                    parts.append(FewPart(start, part.num_rows, before, holder))
+            self._few.append(Few.of(parts))
+        return self._few[0]
 
     @cached_property
     def num_few(self) -> int:

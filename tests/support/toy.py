@@ -101,7 +101,7 @@ class Stack:
 
     def _attend(self, mixed, layer, batch, caches):
         heads = mixed.view(len(mixed), -1, SIZE)
-        turned = self.ops.rotary(heads[:, : HEADS + KV_HEADS], *self._rotary.angles(batch.positions))
+        turned = self.ops.rotary(heads[:, : HEADS + KV_HEADS], *self._rotary.angles(self.ops, batch.positions))
         query, keys = turned[:, :HEADS], turned[:, HEADS:]
         return attend(self.ops, batch, caches, layer, query, keys, heads[:, HEADS + KV_HEADS :], SIZE**-0.5)
 

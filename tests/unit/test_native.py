@@ -1,4 +1,4 @@
-"""Native kernels: right next to their torch twins; a row has the same bits in any batch and on any number of threads."""
+"""Native kernels: right next to their torch twins, and a row has the same bits in any batch and on any thread count."""
 
 import pytest
 import torch

@@ -27,9 +27,13 @@ def attend(
 
     `layer` is the layer's place among the model's caches. `whole_images`: rows of one image see each other.
     """
+    num_few, few = batch.num_few, batch.few(caches)
+    if num_few:
+        ops.write_few(few, layer, keys[:num_few], values[:num_few])
     for index, part in enumerate(batch.parts):
-        rows = batch.rows_of(index)
-        _cache(caches, part, layer).write(caches[part.sequence].rows, keys[rows], values[rows])
+        if part.chunk:
+            rows = batch.rows_of(index)
+            _cache(caches, part, layer).write(caches[part.sequence].rows, keys[rows], values[rows])
     return look(ops, batch, caches, layer, query, scale, whole_images)
 
 
@@ -40,32 +44,20 @@ def look(
 
     The batch may hold only the last of the provisional rows.
     """
-    pieces: list[Tensor] = []
+    num_few = batch.num_few
+    pieces = [ops.attend_few(batch.few(caches), layer, query[:num_few], scale)] if num_few else []
     for index, part in enumerate(batch.parts):
-        rows, sequence = batch.rows_of(index), caches[part.sequence]
-        cache, before = _cache(caches, part, layer), sequence.rows + sequence.provisional - part.num_rows
         if part.chunk:
-            pieces.append(_chunk(ops, part, before, cache, query[rows], scale, whole_images))
-        else:
-            pieces += _few(ops, part, before, cache, query[rows], scale)
-    return torch.cat(pieces)
+            rows, sequence = batch.rows_of(index), caches[part.sequence]
+            before = sequence.rows + sequence.provisional - part.num_rows
+            pieces.append(_chunk(ops, part, before, _cache(caches, part, layer), query[rows], scale, whole_images))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _cache(caches: Caches, part: Part, layer: int) -> KV:
     cache = caches[part.sequence].layers[layer]
     assert isinstance(cache, KV)
     return cache
-
-
-def _few(ops: Ops, part: Part, before: int, cache: KV, query: Tensor, scale: float) -> list[Tensor]:
-    """One call per row with the rows that it sees, so that a row's bits do not depend on who was verified with it."""
-    window = cache.spec.window
-    out = []
-    for i in range(part.num_rows):
-        stop = before + i + 1
-        seen = cache.read(0 if window is None else max(0, stop - window), stop)
-        out.append(ops.attend_row(query[i], *seen, scale).unsqueeze(0))
-    return out
 
 
 def _chunk(ops: Ops, part: Part, before: int, cache: KV, query: Tensor, scale: float, whole_images: bool) -> Tensor:

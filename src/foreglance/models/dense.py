@@ -221,9 +221,9 @@ class Layer:
 
     def __call__(self, x: Tensor, batch: Batch, caches: Caches, angles: tuple[Tensor, Tensor]) -> Tensor:
         seen = self._attention(self._norm(x, self._before_attention), batch, caches, angles)
-        x = x + self._norm(seen, self._behind_attention)
+        x = self._ops.add(x, self._norm(seen, self._behind_attention))
         inner = self._mlp(self._norm(x, self._before_mlp), batch)
-        return x + self._norm(inner, self._behind_mlp)
+        return self._ops.add(x, self._norm(inner, self._behind_mlp))
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self._ops.rms_norm(x, weight, self._eps)
@@ -246,10 +246,10 @@ class Dense:
         self._output = load.ops.pack_linear(take_output(load.weights, self._table, tied, head))
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
-        angles = {kind: table.angles(batch.positions) for kind, table in self._rotary.items()}
+        angles = {kind: table.angles(self._ops, batch.positions) for kind, table in self._rotary.items()}
         x = embed_rows(self._ops, self._table, batch)
         if self._embedding_scale is not None:
-            x = x * self._embedding_scale
+            x = self._ops.scaled(x, self._embedding_scale)
         for layer in self._layers:
             x = layer(x, batch, caches, angles[layer.kind])
         return self._ops.rms_norm(x, self._norm, self._shape.eps)

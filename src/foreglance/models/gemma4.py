@@ -197,7 +197,7 @@ class BatchView:
         self, ops: Ops, batch: Batch, caches: Caches, rotary: Mapping[str, RotaryTable], whole_images: bool
     ) -> None:
         self.blocks = batch.blocks
-        self.angles = {kind: table.angles(batch.positions) for kind, table in rotary.items()}
+        self.angles = {kind: table.angles(ops, batch.positions) for kind, table in rotary.items()}
         self._ops, self._batch, self._caches, self._whole_images = ops, batch, caches, whole_images
 
     def attend(self, layer: LayerShape, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -283,8 +283,9 @@ class PerLayerInput:
         self._norm = load.norm("post_per_layer_input_norm", shape.hidden)
 
     def __call__(self, x: Tensor, own: Tensor, blocks: Blocks) -> Tensor:
-        gated = self._ops.gelu_mul(torch.cat([self._ops.linear(x, self._gate, blocks), own], -1))
-        return x + self._ops.rms_norm(self._ops.linear(gated, self._projection, blocks), self._norm, self._eps)
+        gated = self._ops.gelu_mul(self._ops.joined(self._ops.linear(x, self._gate, blocks), own))
+        projected = self._ops.linear(gated, self._projection, blocks)
+        return self._ops.add(x, self._ops.rms_norm(projected, self._norm, self._eps))
 
 
 class MixedMlp:
@@ -318,7 +319,7 @@ class MixedMlp:
         ops, eps = self._ops, self._eps
         dense = self._mlp(ops.rms_norm(x, self._before_mlp, eps), view.blocks)
         mixed = self._experts(ops.rms_norm(x, self._plain, eps), view)
-        return ops.rms_norm(dense, self._behind_mlp, eps) + ops.rms_norm(mixed, self._behind_experts, eps)
+        return ops.add(ops.rms_norm(dense, self._behind_mlp, eps), ops.rms_norm(mixed, self._behind_experts, eps))
 
 
 class PlainMlp:
@@ -348,18 +349,18 @@ class Layer:
         )
         self._behind_mlp = load.norm("post_feedforward_layernorm", shape.hidden)
         self._own = PerLayerInput(load, shape) if shape.per_layer else None
-        self._scalar = load.tensor("layer_scalar", 1).float()
+        self._scalar = load.tensor("layer_scalar", 1).float().item()
 
     def __call__(self, x: Tensor, own: Tensor | None, view: View) -> Tensor:
         """x [n, h], own [n, per layer] or None -> [n, h]."""
         ops, eps = self._ops, self._eps
         seen = self._attention(ops.rms_norm(x, self._before_attention, eps), view)
-        x = x + ops.rms_norm(seen, self._behind_attention, eps)
-        x = x + ops.rms_norm(self._mlp(x, view), self._behind_mlp, eps)
+        x = ops.add(x, ops.rms_norm(seen, self._behind_attention, eps))
+        x = ops.add(x, ops.rms_norm(self._mlp(x, view), self._behind_mlp, eps))
         if self._own is not None:
             assert own is not None
             x = self._own(x, own, view.blocks)
-        return x * self._scalar
+        return ops.scaled(x, self._scalar)
 
 
 class PerLayerTable:
@@ -375,10 +376,12 @@ class PerLayerTable:
 
     def __call__(self, token_ids: Tensor, x: Tensor, blocks: Blocks) -> Tensor:
         """token_ids [n], x [n, h] -> [n, layers, width]."""
-        of_token = (self._ops.embedding(self._table, token_ids) * self._size**0.5).view(-1, self._num, self._size)
-        projected = self._ops.linear(x, self._projection, blocks) * self._projection_scale
-        projected = self._ops.rms_norm(projected.view(-1, self._num, self._size), self._norm, self._eps)
-        return (projected + of_token) * 2**-0.5
+        ops = self._ops
+        of_token = ops.scaled(ops.embedding(self._table, token_ids), self._size**0.5)
+        projected = ops.scaled(ops.linear(x, self._projection, blocks), self._projection_scale)
+        projected = ops.rms_norm(projected.view(-1, self._num, self._size), self._norm, self._eps)
+        both = ops.add(projected.view(len(x), -1), of_token)
+        return ops.scaled(both, 2**-0.5).view(-1, self._num, self._size)
 
 
 class Gemma4:
@@ -412,7 +415,7 @@ class Gemma4:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [n] -> [n, h]."""
-        return self.ops.embedding(self.table, token_ids) * self.shape.hidden**0.5
+        return self.ops.scaled(self.ops.embedding(self.table, token_ids), self.shape.hidden**0.5)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
         """States of chunk rows that are not scored are not computed if layers share caches: they are not a number."""

@@ -36,7 +36,7 @@ class LentView:
 
     def __init__(self, ops: Ops, positions: Tensor, rotary: dict[str, RotaryTable], lent: Sequence[Lent]):
         self.blocks = tiles_of(len(lent), TILE)
-        self.angles = {kind: table.angles(positions) for kind, table in rotary.items()}
+        self.angles = {kind: table.angles(ops, positions) for kind, table in rotary.items()}
         self._ops, self._lent = ops, lent
 
     def attend(self, layer: LayerShape, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

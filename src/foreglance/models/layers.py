@@ -23,10 +23,9 @@ class RotaryTable:
     sin: Tensor
     axis_of: Tensor
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, ops: Ops, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions int64 [axes, n] -> cos, sin [n, r]."""
-        at = positions[self.axis_of].t()  # [n, r]
-        return self.cos.gather(0, at), self.sin.gather(0, at)
+        return ops.angles(self.cos, self.sin, self.axis_of, positions)
 
 
 def rotary_table(inv_freq: Tensor, context: int, axis_of: Tensor, scaling: float = 1.0) -> RotaryTable:

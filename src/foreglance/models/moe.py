@@ -50,7 +50,7 @@ class Experts:
         logits = self._ops.linear(x, self._router, batch.blocks)
         chosen, weights = self._ops.route(logits, self._bias, how.top_k, how.scoring)
         out = self._ops.experts(x, chosen, weights, self._gate_up, self._down, how.limit, batch.blocks, how.gate)
-        return out if how.scale == 1.0 else out * how.scale
+        return out if how.scale == 1.0 else self._ops.scaled(out, how.scale)
 
 
 def expert_shapes(hidden: int, inner: int, num_experts: int) -> set[tuple[int, int]]:

@@ -35,9 +35,10 @@ from foreglance.models.layers import (
     interleaved_mrope_axes,
     rotary_table,
 )
+from foreglance.models.plans import Plans
 from foreglance.models.vision import QwenVision, no_tower
 from foreglance.models.weights import Weights, take_output
-from foreglance.ops.base import Ops, PackedLinear
+from foreglance.ops.base import DeltaShape, Ops, PackedLinear
 from foreglance.prompt import ImageInput, MRope
 
 FAMILY = "qwen3_5"
@@ -182,6 +183,7 @@ class DeltaNet:
             s.hidden,
         )
         self._out = load.linear({"out_proj": s.hidden}, s.values)
+        self._how = DeltaShape(s.k_heads, s.v_heads, s.k_size, s.v_size, L2_EPS)
         self._conv = load.tensor("conv1d.weight", s.conv, 1, s.conv_width).float().squeeze(1).contiguous()
         self._neg_rate = -load.tensor("A_log", s.v_heads).float().exp()
         self._dt_bias = load.tensor("dt_bias", s.v_heads).float()
@@ -191,32 +193,25 @@ class DeltaNet:
         s, n = self._shape, len(x)
         mixed, z, b, a = self._ops.linear(x, self._in, batch.blocks).split([s.conv, s.values, s.v_heads, s.v_heads], -1)
         log_decay, beta = self._ops.delta_gates(a, b, self._neg_rate, self._dt_bias)
-        pieces = []
+        few, pieces = batch.num_few, []
+        if few:
+            inputs = mixed[:few], log_decay[:few], beta[:few], self._conv, self._how
+            pieces.append(self._ops.delta_few(batch.few(caches), self._layer, *inputs))
         for index, part in enumerate(batch.parts):
-            rows = batch.rows_of(index)
-            cache = caches[part.sequence].layers[self._layer]
-            assert isinstance(cache, Recurrent)
-            pieces.append(self._mix(cache, mixed[rows], log_decay[rows], beta[rows], part.chunk))
-        out = self._ops.gated_rms_norm(torch.cat(pieces), z.view(n, s.v_heads, s.v_size), self._norm, s.eps)
-        return self._ops.linear(out.reshape(n, s.values), self._out, batch.blocks)
+            if part.chunk:
+                rows, cache = batch.rows_of(index), caches[part.sequence].layers[self._layer]
+                assert isinstance(cache, Recurrent)
+                pieces.append(self._chunk(cache, mixed[rows], log_decay[rows], beta[rows]))
+        out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        out = self._ops.gated_rms_norm(out, z.unflatten(-1, (s.v_heads, s.v_size)), self._norm, s.eps)
+        return self._ops.linear(out.view(n, s.values), self._out, batch.blocks)
 
-    def _mix(self, cache: Recurrent, mixed: Tensor, log_decay: Tensor, beta: Tensor, chunk: bool) -> Tensor:
-        """One sequence's rows through convolution and state: [n, conv] -> [n, value heads, value size]."""
-        s, n = self._shape, len(mixed)
+    def _chunk(self, cache: Recurrent, mixed: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+        """A prompt chunk through convolution and state: [n, conv] -> [n, value heads, value size]."""
         tail, state = cache.read()
         mixed, window = self._ops.causal_conv(mixed, tail, self._conv)
-        qk, v = mixed.split([2 * s.keys, s.values], -1)
-        qk = self._ops.l2_norm(qk.view(n, 2 * s.k_heads, s.k_size), L2_EPS).repeat_interleave(s.v_heads // s.k_heads, 1)
-        q, k = qk[:, : s.v_heads] * s.k_size**-0.5, qk[:, s.v_heads :]
-        inputs = q, k, v.view(n, s.v_heads, s.v_size), log_decay, beta, state
-        width = s.conv_width
-        if chunk:
-            out, state = self._ops.delta_chunk(*inputs)
-            cache.write(n, (window[n:].clone(), state))
-            return out
-        out, states = self._ops.delta_rows(*inputs)
-        for i, state in enumerate(states):
-            cache.write(i + 1, (window[i + 1 : i + width], state))
+        out, state = self._ops.delta_chunk(*self._how.split(mixed, self._ops), log_decay, beta, state)
+        cache.write(len(mixed), (window[len(mixed) :], state))
         return out
 
 
@@ -278,10 +273,10 @@ class Layer:
     def __call__(self, x: Tensor, batch: Batch, caches: Caches, angles: tuple[Tensor, Tensor]) -> Tensor:
         normed = self._ops.rms_norm(x, self._before, self._eps)
         if self._attention is not None:
-            x = x + self._attention(normed, batch, caches, angles)
+            x = self._ops.add(x, self._attention(normed, batch, caches, angles))
         elif self._delta is not None:
-            x = x + self._delta(normed, batch, caches)
-        return x + self._mlp(self._ops.rms_norm(x, self._after, self._eps), batch)
+            x = self._ops.add(x, self._delta(normed, batch, caches))
+        return self._ops.add(x, self._mlp(self._ops.rms_norm(x, self._after, self._eps), batch))
 
 
 class MtpHead:
@@ -304,14 +299,18 @@ class MtpHead:
         self._fuse = load.linear({"fc": shape.hidden}, 2 * shape.hidden)
         self._layer = Layer(load.at("layers.0"), shape, "full_attention", 0, mlp)
         self._norm = load.norm("norm", shape.hidden)
+        self.plans = Plans(load.ops, self._forward)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
+        return self.plans(batch, caches)
+
+    def _forward(self, batch: Batch, caches: Caches) -> Tensor:
         ops, eps = self._ops, self._shape.eps
         assert batch.hidden is not None
         embedding = ops.rms_norm(embed_rows(ops, self._table, batch), self._embedding_norm, eps)
         hidden = ops.rms_norm(batch.hidden, self._hidden_norm, eps)
-        x = ops.linear(torch.cat([embedding, hidden], -1), self._fuse, batch.blocks)
-        x = self._layer(x, batch, caches, self._rotary.angles(batch.positions))
+        x = ops.linear(ops.joined(embedding, hidden), self._fuse, batch.blocks)
+        x = self._layer(x, batch, caches, self._rotary.angles(self._ops, batch.positions))
         return ops.rms_norm(x, self._norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -335,9 +334,13 @@ class Qwen3_5:
             for i, kind in enumerate(text["layer_types"])
         ]
         self._norm = load.norm("norm", shape.hidden)
+        self.plans = Plans(load.ops, self._forward)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
-        angles = self.rotary.angles(batch.positions)
+        return self.plans(batch, caches)
+
+    def _forward(self, batch: Batch, caches: Caches) -> Tensor:
+        angles = self.rotary.angles(self._ops, batch.positions)
         x = embed_rows(self._ops, self.table, batch)
         for layer in self._layers:
             x = layer(x, batch, caches, angles)

@@ -40,7 +40,7 @@ class MoeMlp:
         gate = self._ops.linear(x, self._shared_gate, batch.blocks)
         shared = self._shared(x, batch)
         gated = self._ops.sigmoid_mul(shared.unsqueeze(1), gate.unsqueeze(1)).squeeze(1)  # one gate for a row
-        return self._experts(x, batch) + gated
+        return self._ops.add(self._experts(x, batch), gated)
 
 
 def _experts(load: Loader, count: int, hidden: int, inner: int) -> tuple[Tensor, Tensor]:

@@ -223,6 +223,7 @@ class SparseMlp:
     """Routed experts and one that every row passes. `load` is at the layer."""
 
     def __init__(self, load: Loader, s: Shape, plan: LayerPlan):
+        self._ops = load.ops
         stacked = ("moe.gate_proj.weight", "moe.up_proj.weight")
         if load.has(stacked[0]):
             gate_up = torch.cat([load.tensor(name, s.num_experts, s.expert_inner, s.hidden) for name in stacked], 1)
@@ -241,7 +242,7 @@ class SparseMlp:
         self._shared = Mlp(load.at(shared), s.hidden, s.shared_inner, plan.shared_limit)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        return self._experts(x, batch) + self._shared(x, batch)
+        return self._ops.add(self._experts(x, batch), self._shared(x, batch))
 
 
 class Layer:
@@ -259,8 +260,9 @@ class Layer:
             self._mlp = Mlp(load.at("mlp"), shape.hidden, shape.inner, plan.shared_limit)
 
     def __call__(self, x: Tensor, batch: Batch, caches: Caches, angles: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-        x = x + self._attention(self._ops.rms_norm(x, self._before, self._eps), batch, caches, angles)
-        return x + self._mlp(self._ops.rms_norm(x, self._after, self._eps), batch)
+        seen = self._attention(self._ops.rms_norm(x, self._before, self._eps), batch, caches, angles)
+        x = self._ops.add(x, seen)
+        return self._ops.add(x, self._mlp(self._ops.rms_norm(x, self._after, self._eps), batch))
 
 
 @dataclass(frozen=True)
@@ -308,8 +310,8 @@ class MtpModule:
         assert batch.hidden is not None
         embedding = ops.rms_norm(embed_rows(ops, self._table, batch), self._embedding_norm, eps)
         hidden = ops.rms_norm(batch.hidden, self._hidden_norm, eps)
-        x = ops.linear(torch.cat([embedding, hidden], -1), self._fuse, batch.blocks)
-        x = self._layer(x, batch, caches, {self._kind: self._rotary.angles(batch.positions)})
+        x = ops.linear(ops.joined(embedding, hidden), self._fuse, batch.blocks)
+        x = self._layer(x, batch, caches, {self._kind: self._rotary.angles(self._ops, batch.positions)})
         return self._output.handed_on(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -347,7 +349,7 @@ class Step3p7:
         self.output = Output(load.ops, load.norm("norm", shape.hidden), weight, shape.eps, states)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
-        angles = {kind: table.angles(batch.positions) for kind, table in self._rotary.items()}
+        angles = {kind: table.angles(self._ops, batch.positions) for kind, table in self._rotary.items()}
         x = embed_rows(self._ops, self.table, batch)
         for layer in self._layers:
             x = layer(x, batch, caches, angles)

@@ -7,9 +7,12 @@ recorded once per shape. `blocks` are the row ranges of a batch that one call ma
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
+
+from foreglance.batch import Few
 
 Blocks = Sequence[tuple[int, int]]
 Scoring = Literal["sigmoid", "softmax"]
@@ -20,6 +23,25 @@ class PackedLinear(Protocol):
     """A weight [out, in] in the layout that an implementation wants. Opaque to everybody else."""
 
     shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Heads and their sizes in a gated delta net, and what its q and k are normed with."""
+
+    k_heads: int
+    v_heads: int
+    k_size: int
+    v_size: int
+    eps: float
+
+    def split(self, mixed: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
+        """mixed [n, channels] -> q, k [n, value heads, dk] (normed, q scaled) and v [n, value heads, dv]."""
+        n, keys = len(mixed), self.k_heads * self.k_size
+        qk, v = mixed.split([2 * keys, self.v_heads * self.v_size], -1)
+        qk = ops.l2_norm(qk.view(n, 2 * self.k_heads, self.k_size), self.eps)
+        qk = qk.repeat_interleave(self.v_heads // self.k_heads, 1)
+        return qk[:, : self.v_heads] * self.k_size**-0.5, qk[:, self.v_heads :], v.view(n, self.v_heads, self.v_size)
 
 
 class Ops(Protocol):
@@ -37,6 +59,23 @@ class Ops(Protocol):
 
     def embedding(self, table: Tensor, token_ids: Tensor) -> Tensor:
         """table [vocab, h] of any float type, token_ids [n] -> float32 [n, h]."""
+        ...
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y, both [n, h]."""
+        ...
+
+    def scaled(self, x: Tensor, factor: float) -> Tensor:
+        """x [n, ...] times a constant."""
+        ...
+
+    def joined(self, x: Tensor, y: Tensor) -> Tensor:
+        """x [n, a], y [n, b] -> [n, a + b]."""
+        ...
+
+    def angles(self, cos: Tensor, sin: Tensor, axis_of: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of rotary tables: cos, sin [positions, r], axis_of int64 [r] (which axis each frequency reads),
+        positions int64 [axes, n] -> cos, sin [n, r]."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -67,6 +106,15 @@ class Ops(Protocol):
         """One row over the rows that it sees: query [heads, d], keys and values [kv heads, l, d] -> [heads * d]."""
         ...
 
+    def write_few(self, few: Few, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [few rows, kv heads, d] behind what each sequence holds in cache `layer`."""
+        ...
+
+    def attend_few(self, few: Few, layer: int, query: Tensor, scale: float) -> Tensor:
+        """query [few rows, heads, d] -> [few rows, heads * d]: each row over the rows of its sequence up to itself, of
+        them the last ones if the cache has a window. Their keys and values were written before."""
+        ...
+
     def attend_chunk(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> Tensor:
         """A prompt chunk: query [n, heads, d], keys and values [kv heads, l, d], mask bool [n, l] -> [n, heads * d]."""
         ...
@@ -85,6 +133,14 @@ class Ops(Protocol):
     ) -> tuple[Tensor, list[Tensor]]:
         """The gated delta rule row by row: q, k [n, heads, dk] (normalised, q scaled), v [n, heads, dv], log_decay and
         beta [n, heads], state [heads, dk, dv] -> (out [n, heads, dv], the n states)."""
+        ...
+
+    def delta_few(
+        self, few: Few, layer: int, mixed: Tensor, log_decay: Tensor, beta: Tensor, conv: Tensor, how: DeltaShape
+    ) -> Tensor:
+        """Few rows through `causal_conv`, `l2_norm` and `delta_rows` from the state that cache `layer` holds, leaving a
+        snapshot after each: mixed [rows, 2 key heads * dk + value heads * dv], log_decay and beta [rows, value heads],
+        conv [channels, width] -> [rows, value heads, dv]."""
         ...
 
     def delta_chunk(

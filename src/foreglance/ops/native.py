@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from foreglance.ops.base import Blocks, Gate, Scoring
+from foreglance.batch import Few
+from foreglance.ops.base import Blocks, DeltaShape, Gate, Scoring
 from foreglance.ops.formats import GROUP, HALF_MAX, Quantised, blocked, blocked_groups, quantise
 from foreglance.ops.torch_ops import TorchOps
 
@@ -24,12 +27,21 @@ except ImportError:  # installed without a compiler
     _native = None
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+ARGS_OF_A_LINE = 24  # MAX_ARGS of csrc/fg.h
 FORMAT_NUMBERS = {"fp32": 0, "fp16": 1, "q8": 2, "q4": 3}
 
 
 def native_module() -> ModuleType | None:
     """The compiled kernels; None where they are missing."""
     return _native
+
+
+class Recorder(Protocol):
+    """Hears of every kernel call and of every buffer that is made for one."""
+
+    def add(self, kernel: int, args: tuple[int | float, ...]) -> None: ...
+
+    def keep(self, buffer: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -67,8 +79,26 @@ class NativeOps(TorchOps):
         assert _native is not None
         self._n = _native
         self._weights = weights
-        self._call = _native.call
         self.name = f"native/{_native.using()}/{weights}"
+        self.recorder: Recorder | None = None
+        # Held with what they were made from, so that an address is never another tensor's.
+        self._convolutions: dict[int, tuple[Tensor, Tensor]] = {}
+        self._experts: dict[int, tuple[Sequence[NativeLinear], np.ndarray]] = {}
+
+    def _call(self, kernel: int, *args: int | float) -> None:
+        self._n.call(kernel, *args)
+        if self.recorder is not None:
+            self.recorder.add(kernel, args)
+
+    def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        out = torch.empty(shape, dtype=dtype)
+        if self.recorder is not None:
+            self.recorder.keep(out)
+        return out
+
+    def run(self, lines: np.ndarray) -> None:
+        """Repeat recorded calls: lines int64 [calls, 1 + `ARGS_OF_A_LINE`]."""
+        self._n.run(lines.ctypes.data, len(lines))
 
     def pack_linear(self, weight: Tensor | Quantised) -> NativeLinear:
         return pack(weight, self._weights)
@@ -76,28 +106,61 @@ class NativeOps(TorchOps):
     def linear(self, x: Tensor, weight: NativeLinear, blocks: Blocks) -> Tensor:
         x = _rows(x)
         n, (num_out, num_in) = len(x), weight.shape
-        out = x.new_empty(n, num_out)
+        out = self._new(n, num_out)
         data, scales = weight.addresses
         if weight.scales is None:
             kernel = self._n.linear_fp32 if weight.format == "fp32" else self._n.linear_fp16
             self._call(kernel, data, x.data_ptr(), out.data_ptr(), n, num_out, num_in, x.stride(0), num_out)
             return out
         padded = -(-num_in // GROUP) * GROUP
-        q = torch.empty(n, padded, dtype=torch.int8)
-        of_rows = torch.empty(2, n, padded // GROUP)  # scales, and what the sums start from
+        q = self._new(n, padded, dtype=torch.int8)
+        of_rows = self._new(2, n, padded // GROUP)  # scales, and what the sums start from
         bits = 8 if weight.format == "q8" else 4
-        args = q.data_ptr(), of_rows[0].data_ptr(), of_rows[1].data_ptr()
+        args = q.data_ptr(), of_rows.data_ptr(), of_rows.data_ptr() + 4 * n * (padded // GROUP)
         self._call(self._n.quantize, x.data_ptr(), *args, n, num_in, padded, x.stride(0), bits)
         kernel = self._n.linear_q8 if bits == 8 else self._n.linear_q4
         self._call(kernel, data, scales, *args, out.data_ptr(), n, num_out, padded, num_out)
         return out
 
     def embedding(self, table: Tensor, token_ids: Tensor) -> Tensor:
-        n, h = len(token_ids), table.shape[1]
-        out = torch.empty(n, h)
         token_ids = token_ids.contiguous()
+        n, h = len(token_ids), table.shape[1]
+        out = self._new(n, h)
         self._call(self._n.embed, table.data_ptr(), TYPES[table.dtype], token_ids.data_ptr(), out.data_ptr(), n, h)
         return out
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = _rows(x), _rows(y)
+        n, h = x.shape
+        out = self._new(n, h)
+        self._call(self._n.add, x.data_ptr(), y.data_ptr(), out.data_ptr(), n, h, x.stride(0), y.stride(0))
+        return out
+
+    def scaled(self, x: Tensor, factor: float) -> Tensor:
+        out = self._new(*x.shape)
+        flat = x.reshape(len(x), -1)
+        n, h = flat.shape
+        self._call(self._n.scale, flat.data_ptr(), out.data_ptr(), n, h, flat.stride(0), float(factor))
+        return out
+
+    def joined(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = _rows(x), _rows(y)
+        n, left, right = len(x), x.shape[1], y.shape[1]
+        out = self._new(n, left + right)
+        for part, width, at in ((x, left, 0), (y, right, left)):
+            address = out.data_ptr() + 4 * at
+            self._call(self._n.copy, part.data_ptr(), address, n, width, part.stride(0), left + right)
+        return out
+
+    def angles(self, cos: Tensor, sin: Tensor, axis_of: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        positions = positions.contiguous()
+        n, r = positions.shape[1], cos.shape[1]
+        out = self._new(2, n, r)
+        self._call(
+            self._n.angles, cos.data_ptr(), sin.data_ptr(), axis_of.data_ptr(), positions.data_ptr(), out.data_ptr(),
+            out.data_ptr() + 4 * n * r, n, r,
+        )  # fmt: skip
+        return out[0], out[1]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, weight, eps, None)
@@ -106,7 +169,7 @@ class NativeOps(TorchOps):
         return self._norm(x, weight, eps, gate)
 
     def _norm(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None) -> Tensor:
-        out = torch.empty(x.shape)
+        out = self._new(*x.shape)
         x = _heads(x)
         n, heads, h = x.shape
         gated = (0, 0, 0)
@@ -129,12 +192,12 @@ class NativeOps(TorchOps):
     def _gate_mul(self, x: Tensor, kind: int, limit: float) -> Tensor:
         x = _rows(x)
         n, inner = len(x), x.shape[1] // 2
-        out = torch.empty(n, inner)
+        out = self._new(n, inner)
         self._call(self._n.gate_mul, x.data_ptr(), out.data_ptr(), n, inner, x.stride(0), kind, limit)
         return out
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        out = torch.empty(x.shape)
+        out = self._new(*x.shape)
         x, gate = _heads(x), _heads(gate)
         n, heads, d = x.shape
         per_column = int(gate.shape[2] == d and d > 1)
@@ -147,7 +210,7 @@ class NativeOps(TorchOps):
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x, cos, sin = _heads(x), cos.contiguous(), sin.contiguous()
         n, heads, d = x.shape
-        out = torch.empty(n, heads, d)
+        out = self._new(n, heads, d)
         self._call(
             self._n.rotary, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), n, heads, d, cos.shape[1],
             x.stride(0), x.stride(1),
@@ -155,33 +218,76 @@ class NativeOps(TorchOps):
         return out
 
     def l2_norm(self, x: Tensor, eps: float) -> Tensor:
-        out = torch.empty(x.shape)
-        x = x.reshape(-1, x.shape[-1])
-        x = _rows(x)
+        out = self._new(*x.shape)
+        x = _rows(x.reshape(-1, x.shape[-1]))
         self._call(self._n.l2_norm, x.data_ptr(), out.data_ptr(), len(x), x.shape[1], x.stride(0), eps)
         return out
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         x = _rows(x)
-        out = torch.empty(x.shape)
+        out = self._new(*x.shape)
         self._call(self._n.softcap, x.data_ptr(), out.data_ptr(), len(x), x.shape[1], x.stride(0), float(cap))
+        return out
+
+    def write_few(self, few: Few, layer: int, keys: Tensor, values: Tensor) -> None:
+        keys, values = _heads(keys), _heads(values)
+        _, heads, d = keys.shape
+        self._call(
+            self._n.write_rows, few.address, layer, keys.data_ptr(), values.data_ptr(), heads, d,
+            keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        )  # fmt: skip
+
+    def attend_few(self, few: Few, layer: int, query: Tensor, scale: float) -> Tensor:
+        query = _heads(query)
+        n, heads, d = query.shape
+        spec = few.parts[0].holder.layers[layer].spec
+        out = self._new(n, heads * d)
+        self._call(
+            self._n.attend_rows, few.address, layer, query.data_ptr(), out.data_ptr(), heads, spec.kv_heads, d,
+            query.stride(0), query.stride(1), float(scale), few.window(layer) or 0,
+        )  # fmt: skip
         return out
 
     def delta_gates(self, a: Tensor, b: Tensor, neg_rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
         a, b = _rows(a), _rows(b)
         n, heads = a.shape
-        decay, beta = torch.empty(n, heads), torch.empty(n, heads)
+        decay, beta = self._new(n, heads), self._new(n, heads)
         self._call(
             self._n.delta_gates, a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(0), neg_rate.data_ptr(),
             dt_bias.data_ptr(), decay.data_ptr(), beta.data_ptr(), n, heads,
         )  # fmt: skip
         return decay, beta
 
+    def delta_few(
+        self, few: Few, layer: int, mixed: Tensor, log_decay: Tensor, beta: Tensor, conv: Tensor, how: DeltaShape
+    ) -> Tensor:
+        mixed, n, channels, width = _rows(mixed), len(mixed), conv.shape[0], conv.shape[1]
+        by_width = self._transposed(conv)
+        convolved, out = self._new(n, channels), self._new(n, how.v_heads, how.v_size)
+        self._call(
+            self._n.conv_rows, few.address, layer, mixed.data_ptr(), by_width.data_ptr(), convolved.data_ptr(),
+            channels, width, mixed.stride(0),
+        )  # fmt: skip
+        self._call(
+            self._n.delta_rows, few.address, layer, convolved.data_ptr(), log_decay.data_ptr(), beta.data_ptr(),
+            out.data_ptr(), how.k_heads, how.v_heads, how.k_size, how.v_size, how.eps, how.k_size**-0.5, channels,
+        )  # fmt: skip
+        for part in few.parts:
+            part.holder.layers[layer].filled(part.num_rows)
+        return out
+
+    def _transposed(self, conv: Tensor) -> Tensor:
+        """A convolution's weight by width first; made once."""
+        key = conv.data_ptr()
+        if key not in self._convolutions:
+            self._convolutions[key] = (conv, conv.t().contiguous())
+        return self._convolutions[key][1]
+
     def route(self, logits: Tensor, bias: Tensor | None, top_k: int, scoring: Scoring) -> tuple[Tensor, Tensor]:
         logits = logits.contiguous()
         n, count = logits.shape
-        chosen, weights = torch.empty(n, top_k, dtype=torch.int64), torch.empty(n, top_k)
-        scratch = torch.empty(n, 2 * count)
+        chosen, weights = self._new(n, top_k, dtype=torch.int64), self._new(n, top_k)
+        scratch = self._new(n, 2 * count)
         self._call(
             self._n.route, logits.data_ptr(), 0 if bias is None else bias.data_ptr(), chosen.data_ptr(),
             weights.data_ptr(), n, count, top_k, 0 if scoring == "sigmoid" else 1, scratch.data_ptr(),
@@ -202,18 +308,23 @@ class NativeOps(TorchOps):
         x, chosen, weights = _rows(x), chosen.contiguous(), weights.contiguous()
         n, k = chosen.shape
         h, inner = x.shape[1], gate_up[0].shape[0] // 2
-        addresses = [torch.tensor([one.addresses for one in side]) for side in (gate_up, down)]
-        each, out = torch.empty(n, k, h), torch.empty(n, h)
+        each, out = self._new(n, k, h), self._new(n, h)
         room = _expert_scratch(n, h, inner)
-        threads = self._n.threads(torch.get_num_threads())
-        scratch = torch.empty(threads * room, dtype=torch.uint8)
+        scratch = self._new(self._n.threads(0) * room, dtype=torch.uint8)
         self._call(
-            self._n.experts, x.data_ptr(), chosen.data_ptr(), addresses[0].data_ptr(), addresses[1].data_ptr(),
+            self._n.experts, x.data_ptr(), chosen.data_ptr(), self._addresses(gate_up), self._addresses(down),
             each.data_ptr(), n, k, len(gate_up), h, inner, float("inf") if limit is None else float(limit),
             int(gate == "gelu"), FORMAT_NUMBERS[gate_up[0].format], x.stride(0), scratch.data_ptr(), room,
         )  # fmt: skip
         self._call(self._n.combine, each.data_ptr(), weights.data_ptr(), out.data_ptr(), n, k, h)
         return out
+
+    def _addresses(self, experts: Sequence[NativeLinear]) -> int:
+        """Of the addresses of all experts' data and scales; made once."""
+        key = experts[0].data.data_ptr()
+        if key not in self._experts:
+            self._experts[key] = experts, np.array([one.addresses for one in experts], np.int64)
+        return self._experts[key][1].ctypes.data
 
 
 def _expert_scratch(n: int, h: int, inner: int) -> int:

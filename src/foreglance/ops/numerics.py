@@ -7,6 +7,7 @@ the last one computes row by row and passes by construction.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from foreglance.batch import TILE
 from foreglance.ops.linear import PATHS, LinearPath
+from foreglance.ops.native import NativeOps, native_module
 from foreglance.ops.torch_ops import TorchOps
 
 MAX_TEST_ROWS = 8192  # output rows of a weight that the test multiplies
@@ -41,30 +43,40 @@ class SelfTest:
 def choose(
     weights: str, shapes: Iterable[tuple[int, int]], widths: Iterable[int], experts: Iterable[tuple[int, int]] = ()
 ) -> tuple[TorchOps, SelfTest]:
-    """Test the paths for weights "fp32" or "fp16" and take the first that passes.
+    """Test the native kernels, then torch's paths, for weights of one format and take the first that passes.
 
     shapes: (out, in) of the model's weights; widths: of its rows, heads and gates; experts: (hidden, inner) of a
     mixture's experts.
     """
     generator = torch.Generator().manual_seed(0)
-    refused = []
+    shapes, widths, experts = sorted(set(shapes)), sorted(set(widths)), sorted(set(experts))
     candidates = [path for path in PATHS if path.weights == weights]
+
+    def rows_and_experts_are_exact(ops: TorchOps) -> bool:
+        return all(rows_are_exact(ops, width, generator) for width in widths) and all(
+            experts_are_exact(ops, *sizes, generator) for sizes in experts
+        )
+
+    refused = []
+    native = native_module() if os.environ.get("FOREGLANCE_KERNELS", "torch") == "native" else None
+    if native is not None:
+        native.threads(torch.get_num_threads())
+        ops = NativeOps(TorchOps(candidates[-1]), weights)
+        if all(linear_is_exact(ops, shape, generator) for shape in shapes) and rows_and_experts_are_exact(ops):
+            return ops, SelfTest(weights, ops.name, False, torch.get_num_threads(), ())
+        refused.append(ops.name)
     for path in candidates[:-1]:
-        if all(linear_is_exact(path, shape, generator) for shape in sorted(set(shapes))):
+        if all(linear_is_exact(path, shape, generator) for shape in shapes):
             break
         refused.append(path.name)
     else:
         path = candidates[-1]
-    ops = TorchOps(path)
-    rows_alone = not (
-        all(rows_are_exact(ops, width, generator) for width in sorted(set(widths)))
-        and all(experts_are_exact(ops, *sizes, generator) for sizes in sorted(set(experts)))
-    )
+    rows_alone = not rows_and_experts_are_exact(TorchOps(path))
     report = SelfTest(weights, path.name, rows_alone, torch.get_num_threads(), tuple(refused))
     return TorchOps(path, rows_alone), report
 
 
-def linear_is_exact(path: LinearPath, shape: tuple[int, int], generator: torch.Generator) -> bool:
+def linear_is_exact(path: LinearPath | TorchOps, shape: tuple[int, int], generator: torch.Generator) -> bool:
     num_out, num_in = min(shape[0], MAX_TEST_ROWS), shape[1]
     try:
         packed = path.pack_linear(torch.randn(num_out, num_in, generator=generator) / num_in**0.5)

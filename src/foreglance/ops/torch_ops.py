@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foreglance.ops.base import Blocks, Gate, Scoring
+from foreglance.batch import Few
+from foreglance.ops.base import Blocks, DeltaShape, Gate, Scoring
 from foreglance.ops.linear import LinearPath, Packed
 
 FEW = 16  # rows of a block that may also be computed one by one
@@ -40,6 +41,19 @@ class TorchOps:
 
     def embedding(self, table: Tensor, token_ids: Tensor) -> Tensor:
         return table[token_ids].float()
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def scaled(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    def joined(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x, y], -1)
+
+    def angles(self, cos: Tensor, sin: Tensor, axis_of: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        at = positions[axis_of].t()  # [n, r]
+        return cos.gather(0, at), sin.gather(0, at)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._by_row(lambda x: F.rms_norm(x, x.shape[-1:], None, eps) * weight, x)
@@ -129,6 +143,24 @@ class TorchOps:
         out = F.scaled_dot_product_attention(grouped, keys.unsqueeze(0), values.unsqueeze(0), scale=scale)
         return out.reshape(heads * size)
 
+    def write_few(self, few: Few, layer: int, keys: Tensor, values: Tensor) -> None:
+        for part in few.parts:
+            rows = slice(part.start, part.start + part.num_rows)
+            part.holder.layers[layer].write(part.before, keys[rows], values[rows])
+
+    def attend_few(self, few: Few, layer: int, query: Tensor, scale: float) -> Tensor:
+        """One call per row with the rows that it sees, so that a row's bits do not depend on who was verified with
+        it."""
+        out = []
+        for part in few.parts:
+            cache = part.holder.layers[layer]
+            window = cache.spec.window
+            for i in range(part.num_rows):
+                stop = part.before + i + 1
+                seen = cache.read(0 if window is None else max(0, stop - window), stop)
+                out.append(self.attend_row(query[part.start + i], *seen, scale))
+        return torch.stack(out)
+
     def attend_chunk(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> Tensor:
         n, heads, size = query.shape
         kv_heads = keys.shape[0]
@@ -166,6 +198,20 @@ class TorchOps:
             out.append((state * q[row]).sum(-2))
             states.append(state)
         return torch.stack(out), states
+
+    def delta_few(
+        self, few: Few, layer: int, mixed: Tensor, log_decay: Tensor, beta: Tensor, conv: Tensor, how: DeltaShape
+    ) -> Tensor:
+        pieces, width = [], conv.shape[1]
+        for part in few.parts:
+            rows, cache = slice(part.start, part.start + part.num_rows), part.holder.layers[layer]
+            tail, state = cache.read()
+            convolved, window = self.causal_conv(mixed[rows], tail, conv)
+            out, states = self.delta_rows(*how.split(convolved, self), log_decay[rows], beta[rows], state)
+            for i, state in enumerate(states):
+                cache.write(i + 1, (window[i + 1 : i + width], state))
+            pieces.append(out)
+        return torch.cat(pieces)
 
     def delta_chunk(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor

@@ -221,7 +221,7 @@ static PyObject *py_threads(PyObject *self, PyObject *wanted) {
     long number = PyLong_AsLong(wanted);
     (void)self;
     if (number == -1 && PyErr_Occurred()) return 0;
-    if (number < 1) number = 1;
+    if (number < 1) number = threads;
     if (number > MAX_THREADS) number = MAX_THREADS;
     if (number != threads && start_threads((int)number)) {
         PyErr_SetString(PyExc_OSError, "no more threads can be started");
@@ -268,7 +268,7 @@ static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL, "run(address, count): a list of kernels."},
     {"time", (PyCFunction)(void (*)(void))py_time, METH_FASTCALL,
      "time(address, count, times): a list of kernels; adds nanoseconds per line to int64 times."},
-    {"threads", py_threads, METH_O, "threads(wanted): how many threads run a kernel from now on."},
+    {"threads", py_threads, METH_O, "threads(wanted): how many threads run a kernel from now on; 0 asks only."},
     {"use", py_use, METH_O, "use(name): the instruction set from now on."},
     {"usable", py_usable, METH_NOARGS, "usable(): instruction sets of this processor, the best first."},
     {"using", py_using, METH_NOARGS, "using(): the instruction set in use."},

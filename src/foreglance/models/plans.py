@@ -1,0 +1,156 @@
+"""A forward over few rows as a plan: the list of kernel calls that it makes, recorded once for each number of rows and
+repeated by native code in one call.
+
+The family's own forward is what is recorded, on buffers that the plan keeps. What changes from step to step is in
+those buffers (token ids, positions, target states) and in the table that says where each sequence's rows lie; nothing
+else in a plan depends on values. A forward that computes something outside `ops` cannot be recorded, which is noticed
+(`NotRecordable`), and is run as it is. Prompt chunks and image rows are always run as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foreglance.batch import TILE, Batch, Few
+from foreglance.models.base import Caches
+from foreglance.ops.base import Ops
+from foreglance.ops.native import ARGS_OF_A_LINE, NativeOps
+
+log = logging.getLogger(__name__)
+Forward = Callable[[Batch, Caches], Tensor]
+# What makes no new numbers: views, and buffers that kernels fill.
+VIEWS = {
+    "aten::empty", "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::_reshape_alias", "aten::alias",
+    "aten::detach", "aten::expand", "aten::permute", "aten::select", "aten::slice", "aten::split",
+    "aten::split_with_sizes", "aten::squeeze", "aten::t", "aten::transpose", "aten::unsqueeze", "aten::unbind",
+    "aten::as_strided", "aten::narrow", "aten::unflatten",
+}  # fmt: skip
+
+
+class NotRecordable(Exception):
+    """A forward computes something that is no call of a kernel."""
+
+
+class _OnlyViews(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name == "aten::contiguous" and args[0].is_contiguous():
+            return args[0]
+        if name not in VIEWS:
+            raise NotRecordable(name)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Record:
+    """Calls as they are made, and the buffers that they use."""
+
+    calls: list[tuple[int, tuple[int | float, ...]]] = field(default_factory=list)
+    buffers: list[Tensor] = field(default_factory=list)
+
+    def add(self, kernel: int, args: tuple[int | float, ...]) -> None:
+        self.calls.append((kernel, args))
+
+    def keep(self, buffer: Tensor) -> None:
+        self.buffers.append(buffer)
+
+    def lines(self) -> np.ndarray:
+        """int64 [calls, 1 + arguments]: what `_native.run` reads; numbers with a fraction keep their bits."""
+        lines = np.zeros((len(self.calls), 1 + ARGS_OF_A_LINE), np.int64)
+        for line, (kernel, args) in zip(lines, self.calls, strict=True):
+            line[0] = kernel
+            for i, arg in enumerate(args, 1):
+                line[i] = np.float64(arg).view(np.int64) if isinstance(arg, float) else arg
+        return lines
+
+
+class Plan:
+    """The calls for `batch.num_rows` few rows, and the buffers for what changes."""
+
+    def __init__(self, batch: Batch):
+        self.token_ids = torch.empty(batch.num_rows, dtype=torch.int64)
+        self.positions = torch.empty(batch.positions.shape, dtype=torch.int64)
+        self.hidden = None if batch.hidden is None else torch.empty(batch.hidden.shape)
+        self.table = np.zeros(1 + 4 * batch.num_rows, np.int64)
+        self.record = Record()
+        self.output: Tensor | None = None
+        self.lines = np.zeros((0, 0), np.int64)
+        self._ids, self._coords = self.token_ids.numpy(), self.positions.numpy()
+
+    def load(self, batch: Batch, few: Few) -> None:
+        """Put a batch's own values into the buffers."""
+        self._ids[:] = batch.token_ids.numpy()
+        self._coords[:] = batch.positions.numpy()
+        if self.hidden is not None:
+            self.hidden.copy_(batch.hidden)
+        self.table[: len(few.table)] = few.table
+
+    def bound(self, batch: Batch, few: Few) -> Batch:
+        """The batch on this plan's buffers."""
+        return replace(
+            batch,
+            token_ids=self.token_ids,
+            positions=self.positions,
+            hidden=self.hidden,
+            _few=[Few(few.parts, self.table)],
+        )
+
+
+class Plans:
+    """A family's forward, recorded where that can be done."""
+
+    def __init__(self, ops: Ops, forward: Forward):
+        self._ops = ops if isinstance(ops, NativeOps) else None
+        self._forward = forward
+        self._plans: dict[int, Plan] = {}
+        self._met: set[int] = set()
+        self.refused: str | None = None  # what the forward computes that no kernel does
+
+    def __call__(self, batch: Batch, caches: Caches) -> Tensor:
+        num_rows = batch.num_rows
+        if (
+            self._ops is None
+            or self.refused is not None
+            or num_rows > TILE
+            or batch.num_few != num_rows
+            or batch.image_rows is not None
+        ):
+            return self._forward(batch, caches)
+        plan = self._plans.get(num_rows)
+        if plan is None:
+            if num_rows in self._met:
+                return self._recorded(self._ops, batch, caches)
+            self._met.add(num_rows)  # run once as it is, so that what kernels make of weights is there
+            return self._forward(batch, caches)
+        few = batch.few(caches)
+        plan.load(batch, few)
+        self._ops.run(plan.lines)
+        for part in few.parts:
+            for layer in part.holder.recurrent:
+                layer.filled(part.num_rows)
+        assert plan.output is not None
+        return plan.output.clone()
+
+    def _recorded(self, ops: NativeOps, batch: Batch, caches: Caches) -> Tensor:
+        plan, few = Plan(batch), batch.few(caches)
+        plan.load(batch, few)
+        ops.recorder = plan.record
+        try:
+            with _OnlyViews():
+                plan.output = self._forward(plan.bound(batch, few), caches)
+        except NotRecordable as error:
+            self.refused = str(error)
+            log.info("a forward is not recorded: it computes %s outside the kernels", error)
+            return self._forward(batch, caches)
+        finally:
+            ops.recorder = None
+        plan.lines = plan.record.lines()
+        self._plans[batch.num_rows] = plan
+        return plan.output.clone()
