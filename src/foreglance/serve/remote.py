@@ -19,6 +19,7 @@ from foreglance.serve.errors import ApiError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
+PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")  # not all of it is private to every version of `ipaddress`
 REDIRECTS = (301, 302, 303, 307, 308)
 PORTS = {"http": 80, "https": 443}
 
@@ -37,7 +38,7 @@ def is_public(address: Address) -> bool:
             return is_public(inner)
         if address.teredo is not None:
             return False
-    return address.is_global and not (address.is_multicast or address.is_reserved)
+    return address.is_global and not (address.is_multicast or address.is_reserved or address in PROTOCOLS)
 
 
 class Gate(httpcore.AsyncNetworkBackend):
