@@ -142,9 +142,10 @@ class Engine:
             engine._try_drafts()
         return engine
 
-    def with_target(self, target: Target) -> Engine:
-        """A fresh engine over another target with the same prompts, e.g. this one's wrapped for measuring."""
-        return Engine(target, self._prompter, self.settings, self.self_test, self._draft_model)
+    def with_target(self, target: Target, settings: Settings | None = None) -> Engine:
+        """A fresh engine over another target with the same prompts, e.g. this one's wrapped for measuring, or over the
+        same one with other settings (those of loading, such as weights, stay as they were)."""
+        return Engine(target, self._prompter, settings or self.settings, self.self_test, self._draft_model)
 
     def _try_drafts(self) -> None:
         """Draft a short text in an engine apart, and pass on what that says of the pair; over as soon as enough guesses

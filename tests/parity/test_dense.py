@@ -103,6 +103,7 @@ def test_logits_of_every_row_are_those_of_transformers(checkpoint_of, sizes, pla
     assert distance_to(checkpoint_of(sizes), plan) < TOLERANCE
 
 
+@pytest.mark.case("D15")
 @pytest.mark.parametrize("sizes", ROPES, ids=lambda sizes: sizes.name)
 def test_rope_scalings_are_those_of_transformers(checkpoint_of, sizes):
     """Case D15: target and draft are loaded by the same code, so both get it."""
@@ -233,10 +234,16 @@ def test_every_published_prefix_of_the_trunk_is_read(checkpoint_of, tmp_path, pr
 
 
 REFUSED = [
-    (LLAMA, {"hidden_act": "relu"}, "relu"),
+    (LLAMA, {"hidden_act": "relu"}, "activation 'relu' is not supported"),
     (LLAMA, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
     (GEMMA3, {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    (
+        LLAMA,
+        {"layer_types": ["full_attention", "chunked_attention", "full_attention"]},
+        "'chunked_attention' is unknown",
+    ),
+    (LLAMA, {"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "no sliding_window"),
 ]
 
 

@@ -57,6 +57,7 @@ def test_a_draft_model_changes_no_token(folders, target, draft):
                 assert result.draft.off_because is None and sum(result.timings.drafted) > 0
 
 
+@pytest.mark.case("A24")
 @pytest.mark.parametrize("name", ("qwen3_5", "qwen3", "gemma3 text"))
 def test_a_model_is_a_perfect_draft_of_itself_on_text(folders, name):
     """Case A24: an M-RoPE model as text draft has equal axes; its recurrent layers and windows stand where they ought

@@ -142,6 +142,7 @@ def rows_of(loaded, name: str):
     return engine_of(loaded).prepare(Request(CONVERSATIONS[name]))
 
 
+@pytest.mark.case("A16", "A18")
 @sizes_param
 @conversation_param
 @pytest.mark.parametrize("plan", PLANS)
@@ -186,6 +187,7 @@ def test_image_embeddings_are_those_of_the_padded_tower(made, sizes):
             assert theirs.std(0).mean() > 0.05, "rows of the picture must differ"
 
 
+@pytest.mark.case("A18")
 @pytest.mark.parametrize("sizes", [DENSE, SHARED_WHOLE], ids=lambda sizes: sizes.name)
 @pytest.mark.parametrize("fault", ["causal", "all layers"])
 def test_the_tolerance_would_notice_a_wrong_image_mask(made, sizes, fault, monkeypatch):

@@ -288,6 +288,7 @@ def renamed(old: str, new: str):
     return change
 
 
+@pytest.mark.case("C7", "E2")
 def test_without_mtp_tensors_drafts_are_off_and_the_report_says_why(checkpoint_of, tmp_path):
     """The config still promises a head, as in converted checkpoints."""
     folder = edited(checkpoint_of(TIED).folder, tmp_path / "headless", without("mtp."))
@@ -303,6 +304,7 @@ def test_without_mtp_tensors_drafts_are_off_and_the_report_says_why(checkpoint_o
     assert engine.is_idle
 
 
+@pytest.mark.case("E2")
 @pytest.mark.parametrize("promised", [None, 0, 1])
 def test_mtp_tensors_decide_whatever_the_config_promises(checkpoint_of, tmp_path, promised):
     def change(values):
@@ -325,6 +327,7 @@ def test_a_head_of_two_layers_is_refused(checkpoint_of, tmp_path):
         load(folder)
 
 
+@pytest.mark.case("E3")
 @pytest.mark.parametrize("prefix", ["model.language_model.", "model.", "language_model.model."])
 def test_every_published_prefix_of_the_trunk_is_read(checkpoint_of, tmp_path, prefix):
     folder = edited(checkpoint_of(TIED).folder, tmp_path / "renamed", renamed("model.language_model.", prefix))
@@ -337,6 +340,7 @@ def test_every_published_prefix_of_the_trunk_is_read(checkpoint_of, tmp_path, pr
         assert float((got - expected).abs().max()) < TOLERANCE
 
 
+@pytest.mark.case("E3")
 @pytest.mark.parametrize("prefix", ["language_model.mtp.", "model.language_model.mtp."])
 def test_a_head_under_the_text_model_is_found(checkpoint_of, tmp_path, prefix):
     """Case E3: a head that conversions moved is not silently missing."""
@@ -369,6 +373,7 @@ def text_only(checkpoint, folder, whole_config: bool):
     return folder
 
 
+@pytest.mark.case("E2")
 @pytest.mark.parametrize("whole_config", [True, False], ids=["whole config", "text config"])
 def test_a_text_only_checkpoint_serves_text_and_refuses_images_in_words(checkpoint_of, tmp_path, whole_config):
     engine = Engine.load(

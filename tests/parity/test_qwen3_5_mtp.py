@@ -245,6 +245,7 @@ def largest(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max())
 
 
+@pytest.mark.case("A2", "E4")
 @sizes_param
 @policy_param
 @prompt_param
@@ -329,6 +330,7 @@ def dialogue_reference(checkpoint, policy: str, dialogue: Dialogue, generated) -
     return reference_of(checkpoint, policy, dialogue.token_ids, dialogue.pictures, list(generated))
 
 
+@pytest.mark.case("A4", "C1")
 @policy_param
 @pytest.mark.parametrize("sizes, grid", [(TIED, 19), (UNTIED, 8), (UNTIED, 256)], ids=["tied", "untied", "one chunk"])
 def test_the_drafters_rows_after_many_rounds_and_in_a_shared_batch(
@@ -422,6 +424,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.case("E4")
 @sizes_param
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["one image", "two images", "image after the first token"])

@@ -321,6 +321,7 @@ def head_logits(target, module: int) -> torch.Tensor:
         return target.head.modules[module].logits(state)
 
 
+@pytest.mark.case("E3")
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_published_spelling_is_read(step_of, tmp_path, engine_on, spelling):
     """Case E3: a head under another prefix must not get lost in silence."""
@@ -356,6 +357,7 @@ def test_the_library_s_own_names_of_experts_and_tower_are_read(step_of, tmp_path
     assert float((logits_of(target, rows, iter(PLANS["one chunk"])) - dialogue.logits).abs().max()) < TOLERANCE
 
 
+@pytest.mark.case("E3")
 @pytest.mark.parametrize("lost", ["norm", "output"])
 def test_a_module_without_a_norm_or_head_takes_the_target_s(step_of, tmp_path, lost):
     """Case E3; another module keeps its own."""
@@ -373,6 +375,7 @@ def test_a_module_without_a_norm_or_head_takes_the_target_s(step_of, tmp_path, l
         assert torch.equal(target.head.modules[1]._output.norm, target.output.norm)
 
 
+@pytest.mark.case("E1", "E2", "E3")
 @pytest.mark.parametrize("declared", ["text", "top", "nowhere", "zero"])
 @pytest.mark.parametrize("padded", [True, False], ids=["48", "45"])
 def test_lists_with_and_without_mtp_entries_are_read_wherever_the_number_stands(step_of, tmp_path, declared, padded):

@@ -157,6 +157,7 @@ def drafted(loaded, name: str, policy: str, depth: int = 3, **settings):
     return result, target.head.modules
 
 
+@pytest.mark.case("A4", "E4")
 @sizes_param
 @name_param
 @pytest.mark.parametrize("policy", ["see", "placeholder", "skip"])
@@ -220,6 +221,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.case("E4")
 @sizes_param
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_moves_logits_far_more_than_the_tolerance(made, sizes, fault):

@@ -1,6 +1,7 @@
 """The benchmarks count what they say they count, on the embedded model."""
 
 import json
+import random
 
 import pytest
 
@@ -47,12 +48,39 @@ def test_text_without_images_is_drafted_alike_under_every_policy(engine):
         assert len({(result.timings.drafted, result.timings.accepted) for result in results}) == 1
 
 
-def test_exactness_stops_at_the_first_difference_and_says_how_to_see_it(engine, monkeypatch):
-    assert exactness.run(engine, 60, max_tokens=12).differing == 0
-    real = exactness.differing
-    monkeypatch.setattr(exactness, "differing", lambda one, other: 1 + real(one, other))
-    report = exactness.run(engine, 10_000, max_tokens=12)
-    assert report.differing and report.rounds == 1 and report.reproduction["wrong"]["sampling"]["seed"] >= 0
+def small_plan(**changes):
+    return exactness.Plan(**{"models": ("tiny-qwen",), "weights": ("fp32",), "slots": 2, "max_tokens": 12, **changes})
+
+
+def test_exactness_stops_at_the_first_difference_and_shows_it_again(engine, monkeypatch):
+    """With a target that picks otherwise as soon as a row is verified next to others."""
+    plan = small_plan()
+    report = exactness.run(plan, 150, engines=lambda model, weights: engine)
+    assert not report.differing and report.tokens >= 150 and report.accepted and report.reused and report.rounds > 1
+    logits = engine.target.logits
+    monkeypatch.setattr(engine.target, "logits", lambda hidden: logits(hidden) * (1 if len(hidden) == 1 else -1))
+    report = exactness.run(plan, 10_000, engines=lambda model, weights: engine)
+    assert report.differing and report.tokens < 10_000
+    found = json.loads(json.dumps(report.reproduction))
+    again = exactness.replay(exactness.Round.of(found["round"]), lambda model, weights: engine)
+    assert again.reproduction == report.reproduction and again.differing == report.differing
+    monkeypatch.undo()
+    assert not exactness.replay(exactness.Round.of(found["round"]), lambda model, weights: engine).differing
+
+
+def test_exactness_draws_from_everything_that_it_is_given(engine):
+    """The same seed draws the same rounds; every model, format, kind, number of turns, and reuse comes up."""
+    plan = small_plan(models=("one", "two"), weights=("fp32", "fp16"), slots=3)
+    draws = [
+        [exactness.draw(rng, plan, lambda model, weights: engine) for _ in range(60)]
+        for rng in (random.Random(1), random.Random(1))
+    ]
+    assert draws[0] == draws[1]
+    for name, count in (("model", 2), ("weights", 2), ("slots", 3), ("reuse", 2)):
+        assert len({vars(drawn)[name] for drawn in draws[0]}) == count
+    trials = [trial for drawn in draws[0] for trial in drawn.trials]
+    assert {trial.turns for trial in trials} == {1, 2, 3} and len({trial.kind for trial in trials}) == 3
+    assert len({trial.speculation.depth for trial in trials}) == 6
 
 
 def test_a_state_of_the_wrong_row_costs_guesses_and_never_a_token(engine):

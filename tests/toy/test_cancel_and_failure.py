@@ -42,6 +42,7 @@ def num_steps(draft):
     return count
 
 
+@pytest.mark.case("C4")
 @pytest.mark.parametrize("draft", ("none", "mtp", "ngram"))
 def test_cancel_between_any_two_steps_is_as_if_the_request_had_never_been(draft):
     """Cases C4, B15: in the queue, in prefill, inside an image, between draft and verify, in its last step."""

@@ -68,6 +68,7 @@ def alone(rule, shape: str, salt: str, temperature: float, seed: int):
     return run(toy_engine(chained_target(rule)), [request], [rows])[0].token_ids
 
 
+@pytest.mark.case("D1", "A1")
 @rule_param
 @pytest.mark.parametrize("num_sequences", (1, 3))
 @pytest.mark.parametrize("temperature", (0.0, 0.8))
@@ -207,6 +208,7 @@ class Counting:
 # Prefix reuse.
 
 
+@pytest.mark.case("B11")
 @rule_param
 @pytest.mark.parametrize("depth", (3, 5))
 @pytest.mark.parametrize("shared", (16, 32))
@@ -245,6 +247,7 @@ def extended(rows: Rows, target, shared: int, same: int) -> Rows:
     return rows if same == shared else toy_rows(target, [*rows.token_ids[:1], 40, *rows.token_ids[1:]])
 
 
+@pytest.mark.case("B1", "B11", "B14")
 @rule_param
 @policy_param
 @pytest.mark.parametrize("depth", (1, 3, 5))

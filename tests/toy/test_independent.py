@@ -89,6 +89,7 @@ def run_prompts(engine, pairs):
     return run(engine, [request for request, _ in pairs], [rows for _, rows in pairs])
 
 
+@pytest.mark.case("A24", "A25")
 @pytest.mark.parametrize("draft", (HYBRID, SIMPLE), ids=("M-RoPE hybrid", "one axis"))
 @pytest.mark.parametrize("num_sequences", (1, 3))
 @pytest.mark.parametrize("depth", (1, 3, 7))
@@ -190,6 +191,7 @@ def test_accepted_rows_are_not_computed_twice():
         assert len(tokens) >= len(rows) + 23
 
 
+@pytest.mark.case("A25")
 @pytest.mark.parametrize("draft", (HYBRID, SIMPLE), ids=("M-RoPE hybrid", "one axis"))
 @pytest.mark.parametrize("shape", ("two images", "image in turn 2", "image at the very end"))
 def test_the_draft_sees_the_text_alone_at_positions_of_its_own(draft, shape):
@@ -257,6 +259,7 @@ def test_one_batch_may_hold_every_kind_of_draft(temperature):
         assert result.token_ids == alone(shape, "x", temperature, number)
 
 
+@pytest.mark.case("B1", "B5")
 @pytest.mark.parametrize("draft", (HYBRID, SIMPLE), ids=("M-RoPE hybrid", "one axis"))
 def test_a_second_turn_reuses_the_rows_of_target_and_draft(draft):
     """Cases B1, B5: the draft goes on where it stood, whatever was drafted when the first turn ended."""

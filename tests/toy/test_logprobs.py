@@ -17,6 +17,7 @@ def answer(draft, num_top=3, **sampling):
     return tokens
 
 
+@pytest.mark.case("D7")
 @pytest.mark.parametrize("sampling", ({}, UNTOUCHED), ids=("greedy", "sampled"))
 @pytest.mark.parametrize("draft", ("mtp", "ngram"))
 def test_they_are_equal_with_drafts_on_and_off(draft, sampling):

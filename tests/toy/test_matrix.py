@@ -49,6 +49,7 @@ def alone(rule, shape: str, salt: str, temperature: float, seed: int):
     return run(toy_engine(toy_target(rule=rule)), [request], [rows])[0].token_ids
 
 
+@pytest.mark.case("A1", "A2", "A3", "A9", "A11", "A13", "A14", "A19", "C3", "D1", "D2", "D16")
 @pytest.mark.parametrize("rule", RULES, ids=["mrope", "one-axis"])
 @pytest.mark.parametrize("num_sequences", (1, 3))
 @pytest.mark.parametrize("temperature", (0.0, 0.8))
@@ -70,6 +71,7 @@ def test_drafts_never_change_a_token(draft, shape, depth, temperature, num_seque
         assert result.token_ids == alone(rule, shape, salt, temperature, seed)
 
 
+@pytest.mark.case("A1", "A2")
 @pytest.mark.parametrize("rule", RULES, ids=["mrope", "one-axis"])
 @pytest.mark.parametrize("position_of", ("input", "hidden"))
 @pytest.mark.parametrize("policy", ("see", "skip", "placeholder", "gap"))
@@ -94,6 +96,7 @@ def test_a_head_of_any_kind_of_layer_never_changes_a_token(head_kinds, shape, ru
     assert result.token_ids == alone(rule, shape, "red", 0.0, 0)
 
 
+@pytest.mark.case("A8", "A22", "C6", "C11")
 @pytest.mark.parametrize("temperature", (0.0, 0.8))
 def test_one_batch_may_hold_every_kind_of_request(temperature):
     """Images and text, drafts and none, three drafters, different depths and policies, more requests than slots

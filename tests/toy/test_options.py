@@ -32,6 +32,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.case("D1")
 @pytest.mark.parametrize("draft", ("mtp", "ngram"))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_sampling_options_see_the_same_history_with_drafts(name, draft):
@@ -54,6 +55,7 @@ def test_automatic_depth_never_changes_a_token():
         assert [r.token_ids for r in on] == [r.token_ids for r in off]
 
 
+@pytest.mark.case("C7")
 def test_automatic_depth_that_ends_at_no_drafts_says_why(monkeypatch):
     """Case C7: drafts that never engage must show a reason."""
     engine = toy_engine(toy_target(head_kinds=("full",), seed=1))
@@ -117,6 +119,7 @@ def test_a_stop_string_that_begins_but_never_ends_is_given_out():
     assert on.text == off.text and on.finish_reason == "length"
 
 
+@pytest.mark.case("C9")
 def test_the_context_limit_ends_an_answer_like_max_tokens():
     """The last row that fits is used, and not one more (case C9)."""
     for extra in range(3):
@@ -146,6 +149,7 @@ def test_a_smaller_context_setting_is_kept():
     assert result.timings.prompt_tokens + len(result.token_ids) == 40
 
 
+@pytest.mark.case("A20")
 @pytest.mark.parametrize("grid", (3, 16, 64))
 @pytest.mark.parametrize("draft", ("none", "mtp"))
 def test_prompt_chunks_may_end_anywhere_also_inside_an_image(draft, grid):
@@ -157,6 +161,7 @@ def test_prompt_chunks_may_end_anywhere_also_inside_an_image(draft, grid):
     assert on.timings.image_rows == 34
 
 
+@pytest.mark.case("A18")
 def test_an_image_that_is_never_cut_ends_its_chunk_behind_it():
     """Families whose image rows see each other: a border inside an image moves behind it."""
     target = toy_target(whole_images=True)
@@ -196,6 +201,7 @@ def test_a_bad_request_is_refused_and_leaves_nothing():
         one.check()
 
 
+@pytest.mark.case("C7")
 def test_a_request_without_a_head_says_why_nothing_drafts():
     request = ask("x", draft="auto", depth="auto")
     (result,) = run(toy_engine(toy_target(head_kinds=())), [request])

@@ -18,6 +18,7 @@ def question(draft="mtp", images=SEEN, text="what is it, and where? " * 2, **opt
     return ask(text, images, draft=draft, **{"depth": 3, "max_tokens": 24, **options})
 
 
+@pytest.mark.case("B1", "B14")
 @pytest.mark.parametrize("draft", ("none", "mtp", "ngram"))
 def test_the_same_prompt_again_computes_its_last_row_alone(draft):
     """Cases B1, B14: its hidden state is needed."""
@@ -28,6 +29,7 @@ def test_the_same_prompt_again_computes_its_last_row_alone(draft):
     assert warm.timings.cached_rows == third.timings.cached_rows == cold.timings.prompt_tokens - 1
 
 
+@pytest.mark.case("B5")
 @pytest.mark.parametrize("policy", ("see", "skip", "placeholder"))
 def test_a_reused_prefix_drafts_exactly_as_a_cold_one(policy):
     """Cases B5, B6: counts of tried and accepted guesses, depth by depth, and not only the text."""
@@ -50,6 +52,7 @@ def second_turn(draft, stop=(), eos=(), depth=3):
     return first, second, longer, target
 
 
+@pytest.mark.case("B3")
 @pytest.mark.parametrize("draft", ("none", "mtp", "ngram"))
 def test_a_second_turn_goes_on_where_the_first_one_ended(draft):
     """Case B3: everything but the last token of the answer is there already."""
@@ -57,6 +60,7 @@ def test_a_second_turn_goes_on_where_the_first_one_ended(draft):
     assert second.timings.cached_rows == len(longer) - 4 == first.timings.prompt_tokens + len(first.token_ids) - 1
 
 
+@pytest.mark.case("B10")
 @pytest.mark.parametrize("depth", (1, 3, 7))
 @pytest.mark.parametrize("draft", ("mtp", "ngram"))
 def test_a_second_turn_is_the_same_with_drafts_and_without(draft, depth):
@@ -70,6 +74,7 @@ def test_a_second_turn_is_the_same_with_drafts_and_without(draft, depth):
         assert on[1].timings.cached_rows == off[1].timings.cached_rows > off[0].timings.prompt_tokens
 
 
+@pytest.mark.case("B5")
 def test_a_second_turn_drafts_as_well_as_a_cold_one():
     """Case B5. The states of the first turn's last step once never reached the draft, whose rows were then shifted."""
     _, warm, longer, target = second_turn("mtp")
@@ -103,6 +108,7 @@ def test_a_prefix_without_the_draft_memory_that_is_needed_is_computed_again():
     assert run(engine, [question(policy="see")])[0].timings.cached_rows == 0
 
 
+@pytest.mark.case("B8")
 def test_conversations_in_turn_do_not_disturb_each_other():
     """Case B8: A, B, A, B."""
     engine = toy_engine()
@@ -127,6 +133,7 @@ def numbered(number):
     return question(images=[], text=f"{number} is the number of this one", max_tokens=3)
 
 
+@pytest.mark.case("B13")
 @pytest.mark.parametrize("conversations", (0, 1, 2))
 def test_what_is_kept_is_bounded_in_bytes(conversations):
     """Case B13: least recently used goes first."""
@@ -141,6 +148,7 @@ def test_what_is_kept_is_bounded_in_bytes(conversations):
     assert (cached[0] > GRID) == (conversations > 0) and cached[1] <= GRID
 
 
+@pytest.mark.case("B15")
 @pytest.mark.parametrize("num_steps", range(1, 9))
 @pytest.mark.parametrize("draft", ("none", "mtp"))
 def test_a_cancelled_request_leaves_its_whole_prompt_chunks(draft, num_steps):
@@ -190,6 +198,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.case("B10", "B12")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whatever_is_reused_the_answer_is_that_of_a_cold_run_bit_for_bit(family, monkeypatch):
     """Prompts that share beginnings of every length, with images, in an order that leaves all kinds of checkpoints."""

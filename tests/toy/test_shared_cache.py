@@ -86,6 +86,7 @@ def alone(pair):
     return get
 
 
+@pytest.mark.case("A16", "A18", "A22")
 @pytest.mark.parametrize("num_sequences", (1, 3))
 @pytest.mark.parametrize("temperature", (0.0, 0.8))
 @pytest.mark.parametrize("depth", (1, 3, 7))
@@ -111,6 +112,7 @@ def test_the_pair_would_notice_a_fault(pair, alone):
     assert any(len(result.timings.accepted) > 1 and result.timings.accepted[1] for result in results)
 
 
+@pytest.mark.case("A22")
 def test_eight_requests_half_of_them_with_images_all_finish(pair, alone):
     """Case A22: more requests than slots, text and images, several depths."""
     engine = engine_of(pair, slots=3)

@@ -58,6 +58,7 @@ def told(result):
     return result.token_ids, counts.cached_rows, counts.drafted, counts.accepted
 
 
+@pytest.mark.case("B4", "B5", "B6")
 @pytest.mark.parametrize("family", TOYS)
 def test_a_restored_conversation_goes_on_as_if_it_had_never_been_saved(family, tmp_path):
     """Case B9: token ids, and every count of guesses; also of a prompt that shares its first rows only."""
@@ -210,6 +211,7 @@ def test_a_slot_that_runs_or_is_not_there_is_left_alone(act, tmp_path):
     engine.check()
 
 
+@pytest.mark.case("B15")
 def test_a_cancelled_conversation_leaves_its_prompt_in_its_slot():
     engine, draft = toy("hybrid")
     request, rows = turns(engine, draft)

@@ -49,6 +49,7 @@ def plain(form, chain=False, **options):
     return result
 
 
+@pytest.mark.case("D8")
 @pytest.mark.parametrize("temperature", (0.0, 0.8))
 @pytest.mark.parametrize("depth", (1, 3, 7))
 @pytest.mark.parametrize("draft", DRAFTERS)
@@ -61,6 +62,7 @@ def test_an_answer_has_its_form_and_drafts_never_change_it(form, draft, depth, t
         assert result.finish_reason == "stop" and re.fullmatch(FORMS[form], result.text)
 
 
+@pytest.mark.case("D8")
 def test_guesses_are_held_to_the_form_too():
     """Else most of them are wasted: the toy model would write something else."""
     results = run(engine_for("mtp"), [asked("forced", "mtp", seed=seed) for seed in range(4)])
@@ -125,6 +127,7 @@ def thought(budget, form, chain=False, **options):
     return run(engine, [thinking(budget, form=form, **options)])[0]
 
 
+@pytest.mark.case("D10")
 @pytest.mark.parametrize("form", (None, "words"))
 @pytest.mark.parametrize("draft", DRAFTERS)
 @pytest.mark.parametrize("budget", (0, 1, 7))

@@ -34,6 +34,7 @@ def another_head(tensors):
             tensors[name] = torch.randn(tensors[name].shape, generator=generator).half() / 14
 
 
+@pytest.mark.case("A12", "C7", "E4")
 @pytest.mark.parametrize("change", (norms_without_one, another_head))
 def test_weights_that_do_not_belong_together_are_reported_once_at_load(change, tmp_path, caplog):
     engine = Engine.load(with_tensors(tmp_path / "odd", change), Settings(prefix_cache_bytes=0))
@@ -75,6 +76,7 @@ def test_a_context_too_short_for_the_trial_is_no_failure():
     assert not Engine.load("tiny-qwen", Settings(context=8)).warnings
 
 
+@pytest.mark.case("A12")
 def test_the_alarm_while_running_stays(tmp_path):
     """One that was not tried is noticed after a hundred rounds."""
     engine = Engine.load(with_tensors(tmp_path / "odd", another_head), Settings(try_drafts=False))

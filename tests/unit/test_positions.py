@@ -89,6 +89,7 @@ def test_an_image_row_may_share_a_coordinate_but_never_goes_back():
             MRope().check((5, 5, 5), Positions(np.array(coords)), np.ones(1, bool))
 
 
+@pytest.mark.case("A2")
 def test_row_count_and_coordinate_are_different_things_after_a_wide_image():
     """Case A2: an image of 2 x 9 has 18 rows and moves the text coordinate by 9."""
     placed = MRope().place([Span(3), Span(18, (2, 9)), Span(2)])

@@ -101,6 +101,7 @@ def test_the_longest_checkpoint_within_the_common_rows_is_taken():
     assert found(cache, [8]) is None
 
 
+@pytest.mark.case("B14")
 def test_at_least_the_last_row_is_left_to_compute():
     """Case B14: its hidden state is needed."""
     cache = PrefixCache(1 << 20)

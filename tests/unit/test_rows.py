@@ -61,6 +61,7 @@ def build(shape, rule, generated=(20, 21, 22)):
     return sequence_of(ids, [grid for grid in shape if grid], rule, generated)
 
 
+@pytest.mark.case("A2")
 @given(prompts, rules)
 def test_see_is_the_familys_rule_over_the_drafts_own_spans(shape, rule):
     """Case A2, and a prompt that begins with an image: on one axis its draft once started at position 1."""
@@ -103,6 +104,7 @@ def test_a_head_numbered_by_its_hidden_state_has_the_targets_positions(shape, ru
 policies = st.sampled_from(["see", "skip", "placeholder", "gap"])
 
 
+@pytest.mark.case("A6")
 @given(prompts, rules, policies, st.sampled_from(["input", "hidden"]), st.data())
 def test_rows_in_pieces_are_the_rows_at_once(shape, rule, policy, position_of, data):
     sequence = build(shape, rule)

@@ -44,6 +44,7 @@ def chi_square(counts, shares):
     return float(((counts - expected) ** 2)[shares > 0].dot(1 / expected[shares > 0]))
 
 
+@pytest.mark.case("D4")
 @pytest.mark.parametrize("temperature", (0.5, 1.0, 2.0))
 @pytest.mark.parametrize("vary", ("seed", "index"))
 def test_picks_are_distributed_as_the_softmax_says(vary, temperature):

@@ -45,6 +45,7 @@ def test_a_fixed_depth_stays_and_ends_with_the_answer(depth):
     assert not control.is_off
 
 
+@pytest.mark.case("C8")
 @pytest.mark.parametrize(("row", "guess"), ((0.0, 0.1), (0.2, 0.05), (0.5, 0.3)))
 def test_text_that_never_drafts_costs_under_three_percent(row, guess):
     """Case C8. 2,000 tokens: the first guesses, then probes after pauses that double."""
@@ -72,6 +73,7 @@ def test_a_sequence_learns_what_a_plain_step_costs_before_it_drafts():
     assert any(alone.next(1, 100) for _ in range(20)), "and does not wait for it forever"
 
 
+@pytest.mark.case("D12")
 def test_drafting_comes_back_when_the_text_changes():
     clock = Clock(lambda step, depth: depth if step > 300 else 0, row=0.02, guess=0.02)
     control = auto(clock)

@@ -43,6 +43,7 @@ def test_other_words_are_refused_in_one_sentence_that_names_both_sides(theirs, a
 
 def test_two_words_for_one_id_are_no_crash():
     assert "small-model" in refusal({**WORDS, "alias": 3})
+    assert "small-model" in refusal({"alias": 3, **WORDS}), "the words by id are the same"
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 3))

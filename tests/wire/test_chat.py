@@ -32,6 +32,7 @@ def text_of(chunks, index=0):
     return "".join(delta or "" for delta in deltas)
 
 
+@pytest.mark.case("D7")
 @pytest.mark.parametrize("messages", (GREETING, LOOK), ids=("text", "image"))
 @pytest.mark.parametrize("temperature", (0, 0.9))
 def test_a_streamed_answer_adds_up_to_the_whole_one(client, messages, temperature):
@@ -68,6 +69,7 @@ def test_a_chat_answer_is_what_the_engine_gives(client, served):
     assert answer.choices[0].message.content == result.text
 
 
+@pytest.mark.case("C11")
 @pytest.mark.parametrize(
     ("speculative", "drafter"),
     (
@@ -147,6 +149,7 @@ def test_log_probabilities_are_of_each_token_and_of_the_likeliest(client):
         assert bytes(entry.bytes).decode() == entry.token
 
 
+@pytest.mark.case("A9")
 def test_images_of_several_turns_are_seen(client):
     red, blue = (data_url(square(colour)) for colour in ("red", "blue"))
     first = [user("Describe the image.", [red])]
@@ -167,6 +170,7 @@ def square(colour) -> bytes:
     return out.getvalue()
 
 
+@pytest.mark.case("C3", "A8")
 def test_two_requests_at_once_get_the_tokens_that_each_gets_alone(served, client):
     bodies = [(GREETING, 0), (LOOK, 0.9), (GREETING, 0.7), (LOOK, 0)]
 

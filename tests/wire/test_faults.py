@@ -41,6 +41,7 @@ def answers(served) -> list[list[int]]:
         return [answers_to(client, question) for question in QUESTIONS]
 
 
+@pytest.mark.case("C4")
 @pytest.mark.parametrize("stream", (False, True), ids=("whole", "stream"))
 @pytest.mark.parametrize("steps_before", (0, 1, 4), ids=("waiting", "prefill", "decoding"))
 def test_a_client_that_leaves_is_forgotten_within_one_step(served, monkeypatch, stream, steps_before):
@@ -58,6 +59,7 @@ def test_a_client_that_leaves_is_forgotten_within_one_step(served, monkeypatch, 
     assert served.engine.num_running == served.engine.num_waiting == 0
 
 
+@pytest.mark.case("C4")
 def test_after_many_cancels_at_any_moment_nothing_is_held_and_answers_are_the_same(served):
     served.settle()
     expected, draw = answers(served), random.Random(7)

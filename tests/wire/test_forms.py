@@ -35,6 +35,7 @@ def ask(client, messages=LOOK, **options):
     )
 
 
+@pytest.mark.case("D8", "D11")
 def test_a_schema_is_kept_to_streamed_or_whole_with_drafts_or_without(client):
     parsed = client.chat.completions.parse(model=MODEL, messages=LOOK, response_format=Shape, temperature=0)
     form = {"type": "json_schema", "json_schema": {"name": "shape", "schema": Shape.model_json_schema()}}
@@ -83,6 +84,7 @@ def test_the_answer_of_a_tool_goes_back_into_the_conversation(client):
     assert answer.usage.prompt_tokens > ask(client, max_tokens=1).usage.prompt_tokens
 
 
+@pytest.mark.case("D11")
 @pytest.mark.parametrize(
     ("change", "param"),
     (

@@ -1,61 +1,132 @@
 """Drafts on against drafts off, token by token, over random settings: the count of differing tokens must be 0.
 
-Each round runs some requests together with drafts on, each with its own settings, then each of them alone with drafts
-off. It stops at the first difference and says how to see it again.
+A round draws a model, a weight format, how many slots there are and whether finished conversations are reused; then
+some conversations of one to three turns, each with its own prompt, sampling and drafter. With drafts on they run
+together, with drafts off each runs alone in a fresh engine. The first difference ends the run, and the round is given
+whole, so that `replay` shows it again.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from typing import Any
 
 from foreglance.bench.acceptance import differing
-from foreglance.bench.prompts import Case, image_cases, text_cases
+from foreglance.bench.prompts import IMAGE_QUESTIONS, TALK, Case, image_cases, text_cases
+from foreglance.bench.scenes import HELD_OUT_SEED, scene_from_seed
 from foreglance.engine import Engine
-from foreglance.request import Request, SamplingParams, Speculation
+from foreglance.models.weights import find_assistant
+from foreglance.request import Message, Request, Result, SamplingParams, Speculation
+from foreglance.settings import Settings
 
 POOL = 64  # cases of each kind that rounds draw from
+MAX_TURNS = 3
+MODELS = ("tiny-qwen", "tiny-step", "tiny-gemma", "tiny-qwen+tiny-text")  # "+" names an independent draft
+REUSE_BYTES = 1 << 28
+
+Engines = Callable[[str, str], Engine]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What rounds draw from."""
+
+    models: tuple[str, ...] = MODELS
+    weights: tuple[str, ...] = ("fp32", "fp16")
+    slots: int = 4
+    max_tokens: int = 64
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One request's settings, small enough to print as a reproduction."""
+    """One conversation's settings."""
 
     case: int
     kind: str
+    turns: int
     sampling: SamplingParams
     speculation: Speculation
 
 
+@dataclass(frozen=True)
+class Round:
+    """Everything that a round depends on, small enough to print."""
+
+    model: str
+    weights: str
+    slots: int
+    reuse: bool
+    trials: tuple[Trial, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Round:
+        """The inverse of `as_json`, also after a detour through a file."""
+        trials = tuple(
+            Trial(one["case"], one["kind"], one["turns"], _sampling(one["sampling"]), Speculation(**one["speculation"]))
+            for one in values["trials"]
+        )
+        return cls(values["model"], values["weights"], values["slots"], values["reuse"], trials)
+
+
+def _sampling(values: Mapping[str, Any]) -> SamplingParams:
+    bias = {int(token): value for token, value in values["logit_bias"].items()}
+    return SamplingParams(**{**values, "stop": tuple(values["stop"]), "logit_bias": bias})
+
+
 @dataclass
 class Report:
-    """`differing` is 0 or the count of the trial that ended the run; `reproduction` then says which it was."""
+    """`differing` is 0 or the count of the conversation that ended the run; `reproduction` then holds its round and
+    which trial and turn it was. `reused` rows and `accepted` drafts show that there was something to compare."""
 
     tokens: int = 0
     differing: int = 0
     rounds: int = 0
     accepted: int = 0
+    reused: int = 0
     settings: dict = field(default_factory=dict)
     reproduction: dict | None = None
 
 
-def cases() -> dict[str, list[Case]]:
-    return {"text": text_cases(POOL), "image": image_cases(POOL), "two images": image_cases(POOL, images_each=2)}
+def load(model: str, weights: str) -> Engine:
+    """The engine of a model of `Plan.models`."""
+    name, _, draft = model.partition("+")
+    return Engine.load(name, Settings(weights=weights), draft_model=draft or find_assistant(name))
 
 
-def draw(rng: random.Random, max_tokens: int, drafts: tuple[str, ...]) -> Trial:
-    """A request that a user could send: any kind of prompt, any sampling, any drafter at any depth."""
-    temperature = rng.choice((0.0, 0.0, 0.3, 0.8, 1.2))
+@cache
+def cases(kind: str) -> list[Case]:
+    if kind == "text":
+        return text_cases(POOL)
+    return image_cases(POOL, images_each=2 if kind == "two images" else 1)
+
+
+def draw(rng: random.Random, plan: Plan, engines: Engines) -> Round:
+    model, weights = rng.choice(plan.models), rng.choice(plan.weights)
+    best = engines(model, weights).best_draft
+    drafts = ("ngram",) if best == "none" else (best, best, "ngram")
+    slots = rng.randint(1, plan.slots)
+    trials = tuple(_trial(rng, plan.max_tokens, drafts) for _ in range(rng.randint(1, 2 * slots)))
+    return Round(model, weights, slots, rng.random() < 0.5, trials)
+
+
+def _trial(rng: random.Random, max_tokens: int, drafts: tuple[str, ...]) -> Trial:
+    """A conversation that a user could have: any kind of prompt, any sampling, any drafter at any depth."""
     sampling = SamplingParams(
         max_tokens=rng.randint(1, max_tokens),
-        temperature=temperature,
+        temperature=rng.choice((0.0, 0.0, 0.3, 0.8, 1.2)),
         top_k=rng.choice((0, 0, 5, 40)),
         top_p=rng.choice((1.0, 1.0, 0.9, 0.5)),
         min_p=rng.choice((0.0, 0.0, 0.05)),
         repetition_penalty=rng.choice((1.0, 1.0, 1.1)),
         presence_penalty=rng.choice((0.0, 0.0, 0.5)),
         frequency_penalty=rng.choice((0.0, 0.0, 0.2)),
+        logit_bias=rng.choice(({}, {}, {rng.randrange(300): rng.choice((-5.0, 4.0))})),
         seed=rng.randrange(2**32),
         stop=rng.choice(((), (), ("red",), ("the top",))),
         ignore_eos=rng.random() < 0.2,
@@ -63,33 +134,74 @@ def draw(rng: random.Random, max_tokens: int, drafts: tuple[str, ...]) -> Trial:
     speculation = Speculation(
         rng.choice(drafts), rng.choice((1, 2, 3, 4, 7, "auto")), rng.choice(("see", "see", "skip", "placeholder"))
     )
-    return Trial(rng.randrange(POOL), rng.choice(("text", "image", "image", "two images")), sampling, speculation)
+    kind = rng.choice(("text", "image", "image", "two images"))
+    return Trial(rng.randrange(POOL), kind, rng.randint(1, MAX_TURNS), sampling, speculation)
 
 
 def run(
-    engine: Engine, tokens: int, seed: int = 0, max_tokens: int = 64, progress: Callable[[int], None] = lambda n: None
+    plan: Plan,
+    tokens: int,
+    seed: int = 0,
+    engines: Engines | None = None,
+    progress: Callable[[int], None] = lambda n: None,
 ) -> Report:
-    """Compare at least `tokens` tokens. `engine` should not reuse prefixes (`Settings(prefix_cache_bytes=0)`)."""
-    rng, pool = random.Random(seed), cases()
-    drafts = ("ngram",) if engine.best_draft == "none" else (engine.best_draft, engine.best_draft, "ngram")
-    report = Report(settings={"seed": seed, "max_tokens": max_tokens, "model": engine.target.spec.name})
+    """Compare at least `tokens` tokens. `engines` gives the engine of a model and a weight format."""
+    rng, engines = random.Random(seed), engines or cache(load)
+    report = Report(settings={"seed": seed, **asdict(plan)})
     while report.tokens < tokens and not report.differing:
-        trials = [draw(rng, max_tokens, drafts) for _ in range(rng.randint(1, engine.settings.slots))]
-        together = engine.generate([_request(trial, pool, trial.speculation) for trial in trials])
-        for trial, result in zip(trials, together, strict=True):
-            alone = engine.generate(_request(trial, pool, Speculation("none")))[0]
-            report.tokens += len(alone.token_ids)
-            report.accepted += sum(result.timings.accepted)
-            wrong = differing(result, alone) or result.finish_reason != alone.finish_reason or result.text != alone.text
-            if wrong:
-                report.differing = max(1, differing(result, alone))
-                report.reproduction = {"together": [asdict(t) for t in trials], "wrong": asdict(trial)}
-                break
-        report.rounds += 1
+        drawn = draw(rng, plan, engines)
+        compare(drawn, engines(drawn.model, drawn.weights), report)
         progress(report.tokens)
-    engine.check()
     return report
 
 
-def _request(trial: Trial, pool: dict[str, list[Case]], speculation: Speculation) -> Request:
-    return replace(pool[trial.kind][trial.case].request(trial.sampling, speculation))
+def replay(drawn: Round, engines: Engines = load) -> Report:
+    """One round again."""
+    report = Report(settings={"replay": True})
+    compare(drawn, engines(drawn.model, drawn.weights), report)
+    return report
+
+
+def compare(drawn: Round, loaded: Engine, report: Report) -> None:
+    """Run a round and add it to the report; stop at the first turn that differs."""
+    settings = replace(loaded.settings, slots=drawn.slots, prefix_cache_bytes=REUSE_BYTES if drawn.reuse else 0)
+    together = loaded.with_target(loaded.target, settings)
+    alone = [loaded.with_target(loaded.target, settings) for _ in drawn.trials]
+    talks: list[list[Message]] = [list(cases(trial.kind)[trial.case].messages) for trial in drawn.trials]
+    report.rounds += 1
+    for turn in range(MAX_TURNS):
+        active = [i for i, trial in enumerate(drawn.trials) if turn < trial.turns]
+        on = together.generate([_request(drawn.trials[i], talks[i], drawn.trials[i].speculation) for i in active])
+        for i, result in zip(active, on, strict=True):
+            off = alone[i].generate(_request(drawn.trials[i], talks[i], Speculation("none")))[0]
+            report.tokens += len(off.token_ids)
+            report.accepted += sum(result.timings.accepted)
+            report.reused += result.timings.cached_rows
+            if not _same(result, off):
+                report.differing = max(1, differing(result, off))
+                report.reproduction = {"round": drawn.as_json(), "trial": i, "turn": turn}
+                return
+            talks[i] += _next(drawn.trials[i], turn, off)
+    for engine in (together, *alone):
+        engine.check()
+
+
+def _same(one: Result, other: Result) -> bool:
+    return (one.token_ids, one.text, one.finish_reason, one.error) == (
+        other.token_ids,
+        other.text,
+        other.finish_reason,
+        other.error,
+    )
+
+
+def _request(trial: Trial, messages: Sequence[Message], speculation: Speculation) -> Request:
+    return Request(tuple(messages), trial.sampling, speculation)
+
+
+def _next(trial: Trial, turn: int, answer: Result) -> list[Message]:
+    """The answer and the next question, with a picture of its own in every other turn."""
+    number = trial.case + turn
+    images = [scene_from_seed(HELD_OUT_SEED + 900_000 + number)[1]] if number % 2 and trial.kind != "text" else []
+    question = (IMAGE_QUESTIONS if images else TALK)[number % 4]
+    return [Message.of("assistant", answer.text or "."), Message.of("user", question, images)]

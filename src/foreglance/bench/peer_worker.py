@@ -66,7 +66,7 @@ def run_transformers(given: dict[str, Any]) -> Runner:
 
     torch.set_num_threads(given["threads"])
     folder = find_model(given["model"])
-    config = AutoConfig.from_pretrained(folder).to_dict()
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
     kind = AutoModelForImageTextToText if config.get("vision_config") else AutoModelForCausalLM
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[given["weights"]]
     model = kind.from_pretrained(folder, dtype=dtype).eval()

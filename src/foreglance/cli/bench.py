@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ import typer
 from foreglance.cli.options import ModelOptions
 from foreglance.cli.running import load_engine
 from foreglance.cli.show import print_json, to_stderr
+from foreglance.request import RequestError
 
 WIDE = 200  # columns of a table that goes into a file
 
@@ -128,29 +130,55 @@ def _acceptance_table(rows: list) -> object:
 
 @app.command()
 def exactness(
-    model: Model = "tiny-qwen",
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", help="Repeat for more; TARGET+DRAFT names an independent draft. Default: all embedded."
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to compare at least.")] = 10_000,
     seed: Annotated[int, typer.Option(help="Seed of the random settings.")] = 0,
-    slots: Annotated[int, typer.Option(help="Requests that run together at most.")] = 4,
-    weights: Weights = "auto",
+    slots: Annotated[int, typer.Option(help="Slots at most.")] = 4,
+    weights: Annotated[str, typer.Option(help="Comma-separated: fp32, fp16.")] = "fp32,fp16",
+    replay: Annotated[
+        Path | None, typer.Option(help="Run one round again: a file with what an earlier run printed.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Drafts on against drafts off over random settings; exit code 1 at the first token that differs."""
     from foreglance.bench import exactness as bench
     from foreglance.bench.report import table
 
-    engine = _engine(model, weights, slots)
-    with progress_bar("tokens compared", tokens) as progress:
-        report = bench.run(engine, tokens, seed, progress=progress)
-    row = (model, report.tokens, report.differing, report.rounds, report.accepted)
-    show(
-        table("Exactness", ("model", "tokens", "differing", "rounds", "accepted drafts"), [row]),
-        as_json,
-        asdict(report),
-    )
+    @cache
+    def engines(name: str, weights: str):
+        target, _, draft = name.partition("+")
+        options = ModelOptions(model=target, weights=weights)
+        return load_engine(options, options.settings(try_drafts=False), second=draft or None)
+
+    if replay is not None:
+        report = bench.replay(_round_of(replay), engines)
+    else:
+        plan = bench.Plan(tuple(model) if model else bench.MODELS, tuple(weights.split(",")), slots)
+        with progress_bar("tokens compared", tokens) as progress:
+            report = bench.run(plan, tokens, seed, engines, progress)
+    row = (report.tokens, report.differing, report.rounds, report.accepted, report.reused)
+    names = "tokens", "differing", "rounds", "accepted drafts", "reused rows"
+    show(table("Exactness", names, [row]), as_json, asdict(report))
     if report.differing:
-        to_stderr(json.dumps(report.reproduction, default=str))
+        to_stderr("this must never happen; keep the next line in a file and see it again with --replay FILE", "red")
+        to_stderr(json.dumps(report.reproduction))
         raise typer.Exit(1)
+
+
+def _round_of(path: Path):
+    from foreglance.bench.exactness import Round
+
+    try:
+        return Round.of(json.loads(path.read_text(encoding="utf-8"))["round"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RequestError(
+            f"--replay {path}: this is no round that an earlier run printed ({error})", param="replay"
+        ) from error
 
 
 @app.command()

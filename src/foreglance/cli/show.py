@@ -17,6 +17,7 @@ from rich.text import Text
 from foreglance.request import DraftReport, Result, Token
 
 DEPTH_STYLES = ("green underline", "cyan underline", "magenta underline", "yellow underline", "blue underline")
+DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 PICTURE_CELLS = (32, 16)  # columns, rows; a cell shows two pixels
 
 
@@ -63,8 +64,9 @@ def depth_style(depth: int) -> str:
 
 
 def harmless(text: str) -> str:
-    """Text of a model without control characters: on a terminal they could do more than be read."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+    """Text of a model without control characters, which on a terminal could do more than be read, and without those
+    that turn the direction of writing, which could hide what is there."""
+    return "".join(c for c in text if c in "\n\t" or (unicodedata.category(c) != "Cc" and c not in DIRECTIONS))
 
 
 def legend(depths: int) -> Text:
