@@ -26,7 +26,7 @@ from foreglance.chat_format import ChatFormat
 from foreglance.drafters.base import Drafter, Settled
 from foreglance.drafters.load import DrafterFactory, Surroundings, load_second, make_drafters
 from foreglance.grammar import Guide
-from foreglance.images import open_pictures
+from foreglance.images import each_picture, image_sources
 from foreglance.models.base import Caches, Target
 from foreglance.models.fingerprint import Origin
 from foreglance.models.registry import load_model, prompter_of
@@ -188,9 +188,9 @@ class Engine:
         Changes nothing, so that any one thread may call it while another one steps."""
         if request.prompt is not None:
             return self._prompter.raw_rows(self._known_tokens(request.prompt))
-        pictures = open_pictures(request.messages, self.settings.max_images, self.settings.max_pixels)
-        if pictures and self.target.spec.image_token < 0:
+        if self.target.spec.image_token < 0 and image_sources(request.messages):
             raise RequestError(f"{self.target.spec.name} takes no images", param="image", code="images_unsupported")
+        pictures = each_picture(request.messages, self.settings.max_images, self.settings.max_pixels)
         rows = self._prompter.rows_of(request, pictures)
         self._guide(request, rows)  # so that what cannot be compiled is refused here, and is at hand later
         return rows

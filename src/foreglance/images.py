@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,8 @@ import PIL.Image
 import PIL.ImageOps
 
 from foreglance.request import Image, ImageSource, Message, RequestError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL knows dozens; some of them call other programs
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,11 @@ class Picture:
     digest: str
 
 
-def open_picture(source: ImageSource, max_pixels: int) -> Picture:
-    """Decode a path, encoded bytes or a PIL image to RGB. Raises `RequestError` in words a person can act on."""
-    name = "image" if isinstance(source, (bytes, PIL.Image.Image)) else f"image {str(source)!r}"
+def open_picture(source: ImageSource, max_pixels: int, name: str = "image") -> Picture:
+    """Decode a path, encoded bytes or a PIL image to RGB. Raises `RequestError` in words a person can act on; `name` is
+    what they call a picture that has no path."""
+    if not isinstance(source, (bytes, PIL.Image.Image)):
+        name = f"image {str(source)!r}"
     try:
         image = _decode(source, name, max_pixels)
     except RequestError:
@@ -78,7 +82,7 @@ def _open(stream: io.BytesIO) -> PIL.Image.Image:
     """Open lazily: the header alone tells the size, so that a decompression bomb is refused before it is decoded."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
-        return PIL.Image.open(stream)
+        return PIL.Image.open(stream, formats=FORMATS)
 
 
 def _flatten(image: PIL.Image.Image) -> PIL.Image.Image:
@@ -93,11 +97,22 @@ def _flatten(image: PIL.Image.Image) -> PIL.Image.Image:
 
 def open_pictures(messages: Sequence[Message], max_images: int, max_pixels: int) -> tuple[Picture, ...]:
     """All pictures of a conversation in order, within the limits. Refused whole if one is bad."""
-    sources = [part.source for message in messages for part in message.parts if isinstance(part, Image)]
+    return tuple(each_picture(messages, max_images, max_pixels))
+
+
+def each_picture(messages: Sequence[Message], max_images: int, max_pixels: int) -> Iterator[Picture]:
+    """The pictures of a conversation, each decoded when it is its turn: together they may be more than fits in memory.
+    Their number is checked at once."""
+    sources = image_sources(messages)
     if len(sources) > max_images:
         raise RequestError(
             f"the request holds {len(sources)} images, the limit is {max_images}",
             param="image",
             code="too_many_images",
         )
-    return tuple(open_picture(source, max_pixels) for source in sources)
+    names = [f"image {i} of {len(sources)}" for i in range(1, len(sources) + 1)] if len(sources) > 1 else ["image"]
+    return (open_picture(source, max_pixels, name) for source, name in zip(sources, names, strict=False))
+
+
+def image_sources(messages: Sequence[Message]) -> list[ImageSource]:
+    return [part.source for message in messages for part in message.parts if isinstance(part, Image)]

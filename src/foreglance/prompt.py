@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -322,7 +322,7 @@ class Prompter:
     def rows(
         self,
         messages: Sequence[Message],
-        pictures: Sequence[Picture],
+        pictures: Iterable[Picture],
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Rows:
@@ -338,7 +338,7 @@ class Prompter:
                 state = "done"
         return replace(make_rows(token_ids, self.image_token, images, self.rule), reasoning=state)
 
-    def rows_of(self, request: Request, pictures: Sequence[Picture]) -> Rows:
+    def rows_of(self, request: Request, pictures: Iterable[Picture]) -> Rows:
         """Rows of a request's conversation, tools and options."""
         tools = () if request.tool_choice == "none" else request.tools
         return self.rows(request.messages, pictures, tools, request.template_options)

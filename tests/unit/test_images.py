@@ -9,7 +9,7 @@ import PIL.Image
 import pytest
 
 from foreglance import Message, RequestError
-from foreglance.images import open_picture, open_pictures
+from foreglance.images import each_picture, open_picture, open_pictures
 
 LIMIT = 1_000_000
 
@@ -141,3 +141,17 @@ def test_a_photo_is_turned_as_its_exif_data_says():
     upright = open_picture(stream.getvalue(), 100).pixels
     assert upright.size == (2, 4)
     assert upright.getpixel((1, 0)) == (0, 0, 255)
+
+
+def test_pictures_are_decoded_one_by_one_and_the_bad_one_is_named():
+    messages = [Message.of("user", "?", [RED, b"no picture", encoded(RED)])]
+    pictures = each_picture(messages, 3, LIMIT)
+    assert next(pictures).pixels.size == (4, 3)
+    with pytest.raises(RequestError, match="image 2 of 3 is no picture of a known kind"):
+        next(pictures)
+
+
+def test_formats_beyond_those_that_are_named_are_not_tried():
+    """PostScript would be handed to another program."""
+    with pytest.raises(RequestError, match="no picture of a known kind"):
+        open_picture(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", LIMIT)
