@@ -364,6 +364,7 @@ class Engine:
     def _begin(self, running: Running) -> None:
         """Open a sequence's caches, with what earlier requests left."""
         sequence = running.sequence
+        sequence.counters.begun = time.perf_counter()
         try:
             hit = self._prefixes.find(sequence.rows.identities(), running.drafter.key(sequence))
             self._open(running, hit)

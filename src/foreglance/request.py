@@ -424,7 +424,10 @@ class DraftReport:
 
 @dataclass(frozen=True)
 class Timings:
-    """Counts and times of one request. Times in milliseconds; acceptance lists start at depth 1."""
+    """Counts and times of one request. Times in milliseconds; acceptance lists start at depth 1.
+
+    `ttft_ms` is from the request's arrival to its first token, `queued_ms` the part of it before its prompt was begun.
+    """
 
     prompt_tokens: int
     image_rows: int
@@ -435,6 +438,7 @@ class Timings:
     ttft_ms: float
     decode_ms: float
     num_tokens: int
+    queued_ms: float = 0.0
 
     @property
     def acceptance_by_depth(self) -> list[float | None]:

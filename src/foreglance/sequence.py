@@ -66,6 +66,7 @@ class Counters:
     """What timings are made of. Times in seconds of `time.perf_counter`."""
 
     added: float = field(default_factory=time.perf_counter)
+    begun: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
     cached_rows: int = 0
@@ -308,4 +309,5 @@ class Sequence:
             ttft_ms=max(0.0, c.first_token - c.added) * 1e3,
             decode_ms=max(0.0, c.last_token - c.first_token) * 1e3,
             num_tokens=len(self.generated),
+            queued_ms=max(0.0, c.begun - c.added) * 1e3,
         )

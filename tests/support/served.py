@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ from foreglance.serve.settings import ServerSettings
 
 SCENE = Path(foreglance.__file__).parent / "assets" / "scene.png"
 MODEL = "tiny-qwen"
+TRIES = int(os.environ.get("FOREGLANCE_TRIES", "1"))  # how much more than usual is drawn at random
 PATIENCE = 120.0  # seconds until a test gives up; a busy machine is slow
 
 

@@ -2,6 +2,7 @@
 
 import io
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -100,7 +101,20 @@ def test_timings_are_those_that_llama_server_users_know_and_add_up(client):
     assert len(t["acceptance_by_depth"]) == 3 and all(0 <= share <= 1 for share in t["acceptance_by_depth"])
     assert t["predicted_per_second"] == pytest.approx(23 / t["predicted_ms"] * 1e3)
     assert t["predicted_per_token_ms"] == pytest.approx(t["predicted_ms"] / 23)
-    assert t["prompt_ms"] > 0 and t["off_because"] is None and t["image_n"] == 16
+    assert t["prompt_ms"] > 0 and t["queued_ms"] >= 0 and t["off_because"] is None and t["image_n"] == 16
+
+
+def test_time_in_the_queue_is_not_counted_as_time_of_the_prompt(served, client):
+    began = time.perf_counter()
+    with served.held(), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask, client)
+        until(lambda: served.engine.num_waiting == 1, "it waits")
+        time.sleep(0.3)
+        served.gate.open()
+        timings = waiting.result(PATIENCE).timings
+    whole = (time.perf_counter() - began) * 1e3
+    assert timings["queued_ms"] >= 300
+    assert timings["queued_ms"] + timings["prompt_ms"] + timings["predicted_ms"] < whole
 
 
 def test_n_choices_draw_with_seeds_of_their_own_and_the_first_with_the_request_s(client):

@@ -5,7 +5,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
-from support.served import PATIENCE, serving
+from support.served import PATIENCE, TRIES, serving
 
 OPERATIONS = (
     *(("GET", path) for path in ("/v1/models", "/v1/models/{name}", "/health", "/metrics", "/props", "/slots")),
@@ -37,7 +37,7 @@ def test_every_operation_is_tried(description):
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=[f"{method} {path}" for method, path in OPERATIONS])
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30 * TRIES, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_request_makes_the_server_fail(description, method, path, data):
     case = data.draw(description[path][method].as_strategy())

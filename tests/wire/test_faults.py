@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import openai
 import pytest
-from support.served import MODEL, PATIENCE, data_url, raw_request, serving, until, user
+from support.served import MODEL, PATIENCE, TRIES, data_url, raw_request, serving, until, user
 
 CHAT = "/v1/chat/completions"
 QUESTIONS = (
@@ -62,7 +62,7 @@ def test_a_client_that_leaves_is_forgotten_within_one_step(served, monkeypatch, 
 @pytest.mark.case("C4")
 def test_after_many_cancels_at_any_moment_nothing_is_held_and_answers_are_the_same(served):
     served.settle()
-    expected, draw = answers(served), random.Random(7)
+    expected, draw, number_of_clients = answers(served), random.Random(7), 60 * TRIES
 
     def leave(number: int) -> None:
         connection = raw_request(served.url, body_of(QUESTIONS[number % 3], stream=bool(number % 2), n=1 + number % 2))
@@ -71,9 +71,9 @@ def test_after_many_cancels_at_any_moment_nothing_is_held_and_answers_are_the_sa
             if number % 5 == 0:
                 connection.recv(300)
 
-    delays = [draw.choice((0, 0.002, 0.01, 0.05, 0.2)) * draw.random() for _ in range(60)]
+    delays = [draw.choice((0, 0.002, 0.01, 0.05, 0.2)) * draw.random() for _ in range(number_of_clients)]
     with ThreadPoolExecutor(12) as pool:
-        list(pool.map(leave, range(60)))
+        list(pool.map(leave, range(number_of_clients)))
     served.settle()
     assert served.engine.num_running == served.engine.num_waiting == 0
     assert answers(served) == expected

@@ -264,7 +264,8 @@ def timings_of(results: Sequence[Result]) -> Json:
     all_timings = [result.timings for result in results]
     cached = sum(t.cached_rows for t in all_timings)
     prompt = sum(t.prompt_tokens for t in all_timings) - cached
-    prompt_ms, decode_ms = sum(t.ttft_ms for t in all_timings), sum(t.decode_ms for t in all_timings)
+    prompt_ms = sum(max(0.0, t.ttft_ms - t.queued_ms) for t in all_timings)
+    decode_ms = sum(t.decode_ms for t in all_timings)
     predicted = sum(t.num_tokens for t in all_timings)
     decoded = sum(max(0, t.num_tokens - 1) for t in all_timings)  # the first token belongs to the prompt
     drafted, accepted = _by_depth([t.drafted for t in all_timings]), _by_depth([t.accepted for t in all_timings])
@@ -275,6 +276,7 @@ def timings_of(results: Sequence[Result]) -> Json:
         "prompt_ms": prompt_ms,
         "prompt_per_token_ms": prompt_ms / prompt if prompt else 0.0,
         "prompt_per_second": prompt / prompt_ms * 1e3 if prompt_ms else 0.0,
+        "queued_ms": sum(t.queued_ms for t in all_timings),
         "predicted_n": predicted,
         "predicted_ms": decode_ms,
         "predicted_per_token_ms": decode_ms / decoded if decoded else 0.0,
