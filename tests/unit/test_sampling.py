@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreglance.request import SamplingParams
-from foreglance.sampling import gumbel_noise, pick, process, survivors
+from foreglance.sampling import gumbel_noise, likeliest, pick, process, survivors
 
 logit_lists = st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=30)
 
@@ -32,8 +32,37 @@ def test_a_vanishing_temperature_is_greedy(values, seed):
         assert pick(logits, SamplingParams(temperature=1e-4, seed=seed), 3, (), ()) == best
 
 
+@given(logit_lists, st.data())
+def test_what_is_not_allowed_has_no_chance_and_changes_no_other_pick(values, data):
+    """The noise of a token is its own, and filters count among what is allowed."""
+    logits = array(values)
+    ids = sorted(data.draw(st.sets(st.integers(0, len(values) - 1), min_size=1)))
+    params = SamplingParams(
+        temperature=data.draw(st.sampled_from((0.0, 0.7))),
+        top_k=data.draw(st.integers(0, 5)),
+        top_p=data.draw(st.sampled_from((0.5, 1.0))),
+        frequency_penalty=data.draw(st.sampled_from((0.0, 1.0))),
+        seed=data.draw(st.integers(0, 99)),
+    )
+    barred = np.full_like(logits, -np.inf)
+    barred[ids] = logits[ids]
+    history = (0, 0)
+    assert pick(logits, params, 2, (), history, np.array(ids)) == pick(barred, params, 2, (), history)
+
+
+def test_one_of_what_is_allowed_is_picked_though_a_bias_bars_it():
+    params = SamplingParams(logit_bias={1: -math.inf, 2: -math.inf}, temperature=0.8)
+    assert pick(array([9, 1, 2]), params, 0, (), (), np.array([1, 2])) in (1, 2)
+
+
 def test_ties_go_to_the_lowest_id_in_the_filters_too():
     assert survivors(array([1, 2, 2, 2, 0]), SamplingParams(top_k=2)).tolist() == [1, 2]
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=12), st.integers(0, 14))
+def test_the_likeliest_are_those_of_a_stable_sort(values, count):
+    scores = np.array(values, np.float64)
+    assert likeliest(scores, count).tolist() == np.argsort(-scores, kind="stable")[:count].tolist()
 
 
 LOGITS = array([2.0, 1.0, 0.5, 0.0, -1.0, 1.5, -3.0, 0.2])
