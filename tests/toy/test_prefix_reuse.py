@@ -85,6 +85,16 @@ def test_a_second_turn_drafts_as_well_as_a_cold_one():
         assert warm.timings.accepted == cold.timings.accepted
 
 
+def test_rows_behind_an_answer_are_marked_as_what_a_cold_run_would_compute_otherwise():
+    target = toy_target()
+    engine, ids, options = toy_engine(target), list(range(7, 40)), {"draft": "mtp", "max_tokens": 21}
+    (first,) = run(engine, [ask("-", **options)], [toy_rows(target, ids)])
+    run(engine, [ask("-", **options)], [toy_rows(target, [*ids, *first.token_ids, *ids])])
+    borders = [(node.rows, node.point.border) for node in engine._prefixes.nodes()]
+    assert {rows for rows, border in borders if border.cold} == {16, 32}
+    assert {border.kind for rows, border in borders if not border.cold} == {"turn", "chunk", "prompt"}
+
+
 def test_another_image_of_the_same_size_is_not_reused():
     """What a row is, is its pixels; the placeholder and the size are the same."""
     engine = toy_engine()

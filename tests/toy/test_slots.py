@@ -160,14 +160,16 @@ def test_slots_tell_what_they_hold():
 
 def test_a_conversation_keeps_its_slot_and_others_take_empty_ones_first():
     engine, draft = toy("hybrid")
+    run(engine, [ask("the first conversation")])
     first = one_turn(engine, draft)
-    run(engine, [ask("a second conversation"), ask("and a third one, which is another")])
+    run(engine, [ask("and a third one, which is another")])
     assert [info.request_id is not None for info in engine.slots()] == [True] * 3
     request, rows = turns(engine, draft, first)
     run(engine, [request], [rows])
-    assert engine.slots()[0].request_id == request.id
-    run(engine, [ask("nothing like those before")])
-    assert engine.slots()[0].request_id == request.id, "the least recently used one was taken"
+    assert engine.slots()[1].request_id == request.id
+    other = ask("nothing like those before")
+    run(engine, [other])
+    assert engine.slots()[0].request_id == other.id, "the least recently used one is taken"
 
 
 def test_a_conversation_that_had_to_go_holds_no_rows_and_cannot_be_saved(tmp_path):

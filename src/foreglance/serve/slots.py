@@ -7,8 +7,9 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import fastapi
 from fastapi import APIRouter
 
 from foreglance.request import RequestError
@@ -16,7 +17,7 @@ from foreglance.serve.dispatch import stopped
 from foreglance.serve.errors import ApiError, from_request_error, refused
 from foreglance.serve.host import Host
 from foreglance.serve.openai import Json as JsonObject
-from foreglance.serve.schema import SlotBody
+from foreglance.serve.schema import Error, SlotBody
 from foreglance.serve.worker import WorkerStopped
 from foreglance.slots import SlotInfo
 
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
     from foreglance.engine import Engine
 
 Answer = TypeVar("Answer")
+SlotNumber = Annotated[str, fastapi.Path(json_schema_extra={"pattern": "^[0-9]{1,9}$"})]
+Action = Annotated[str, fastapi.Query(json_schema_extra={"enum": ["save", "restore", "erase"]})]
 STATUS = {"slot_busy": 409, "slot_unknown": 404}  # of refusals that are not the body's fault
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
 def slots_router(host: Host) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses={409: {"model": Error, "description": "The slot runs a request."}})
 
     @router.get("/slots")
     async def slots() -> list[JsonObject]:
@@ -38,11 +41,11 @@ def slots_router(host: Host) -> APIRouter:
         return [_as_json(info, host.engine.context) for info in infos]
 
     @router.post("/slots/{slot}")
-    async def act(slot: str, action: str = "", body: SlotBody | None = None) -> JsonObject:
+    async def act(slot: SlotNumber, action: Action = "", body: SlotBody | None = None) -> JsonObject:
         """`action` is save or restore, with a file name, or erase."""
         if action not in ACTIONS:
             raise refused("action", f"must be one of {', '.join(ACTIONS)}, got {action!r}")
-        if not slot.isascii() or not slot.isdigit():
+        if not re.fullmatch("[0-9]{1,9}", slot):
             raise ApiError(404, f"there is no slot {slot!r}", param="id_slot", code="slot_unknown")
         return await ACTIONS[action](host, int(slot), body)
 
@@ -80,7 +83,7 @@ def _path(host: Host, body: SlotBody | None) -> Path:
     """Where a file of that name lies; only plain names are taken."""
     if host.settings.slot_save_path is None:
         raise ApiError(
-            501, "this server saves no slots; start it with --slot-save-path FOLDER", code="slot_save_path_missing"
+            400, "this server saves no slots; start it with --slot-save-path FOLDER", code="slot_save_path_missing"
         )
     if body is None or body.filename is None:
         raise refused("filename", "is required", "missing_required_parameter")
