@@ -325,7 +325,9 @@ class Naive(RuleBasedStateMachine):
 
     @invariant()
     def never_more_than_the_budget(self):
-        sizes = [node.point.num_bytes for node in self.cache.nodes()]
+        nodes = [node for root in self.cache._roots.values() for node in below(root)]
+        assert len(nodes) == len(self.cache) and set(nodes) == set(self.cache.nodes())
+        sizes = [node.point.num_bytes for node in nodes]
         assert self.cache.bytes_held == sum(sizes) <= self.cache.budget
 
     @invariant()

@@ -13,7 +13,7 @@ request that needs no draft memory can begin with the rows of any. Least recentl
 
 from __future__ import annotations
 
-import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
@@ -106,7 +106,6 @@ class Node:
 
     point: Point
     parent: Node | None = None
-    used: int = 0
     children: list[Node] = field(default_factory=list)
 
     @property
@@ -148,19 +147,15 @@ class PrefixCache:
         self.budget = budget
         self.bytes_held = 0
         self._roots: dict[str, Node] = {}
-        self._clock = itertools.count(1)
+        self._order: OrderedDict[Node, None] = OrderedDict()  # least recently used first, a node before its parent
 
     def __len__(self) -> int:
         """Number of checkpoints."""
-        return sum(1 for _ in self.nodes())
+        return len(self._order)
 
     def nodes(self) -> Iterator[Node]:
-        for root in self._roots.values():
-            below = list(root.children)
-            while below:
-                node = below.pop()
-                yield node
-                below += node.children
+        """The checkpoints, the least recently used first."""
+        return iter(self._order)
 
     def find(self, identities: np.ndarray, key: str | None) -> Hit | None:
         """The longest stored beginning of a prompt of these rows; at least its last one is left to compute, since its
@@ -231,6 +226,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget everything."""
         self._roots.clear()
+        self._order.clear()
         self.bytes_held = 0
 
     def erase(self, identities: np.ndarray, key: str) -> int:
@@ -271,18 +267,17 @@ class PrefixCache:
         return False
 
     def _touch(self, node: Node) -> None:
-        now = next(self._clock)
-        for one in node.path:
-            one.used = now
+        for one in reversed(node.path):
+            self._order[one] = None
+            self._order.move_to_end(one)
 
     def _make_room(self, size: int, parent: Node) -> bool:
         """Drop leaves until `size` more bytes fit; what leads to `parent` stays. If they cannot fit, drop nothing."""
-        stays = parent.path
-        if size + sum(node.point.num_bytes for node in stays) > self.budget:
+        if size + sum(node.point.num_bytes for node in parent.path) > self.budget:
             return False
+        self._touch(parent)
         while self.bytes_held + size > self.budget:
-            leaves = [node for node in self.nodes() if not node.children and node not in stays]
-            self._drop(min(leaves, key=lambda node: node.used))
+            self._drop(next(iter(self._order)))
         return True
 
     def _add(self, parent: Node, point: Point) -> Node:
@@ -295,6 +290,7 @@ class PrefixCache:
     def _drop(self, node: Node) -> None:
         assert node.parent is not None and not node.children
         node.parent.children.remove(node)
+        del self._order[node]
         self.bytes_held -= node.point.num_bytes
 
     def _thin(self, newest: Node, specs: Many[Many[LayerSpec]]) -> None:
@@ -319,6 +315,7 @@ class PrefixCache:
         identities = np.concatenate([node.point.identities, child.point.identities])
         child.point = replace(child.point, identities=identities, tracks=tracks)
         child.parent = parent
+        del self._order[node]
         parent.children[parent.children.index(node)] = child
         self.bytes_held += child.point.num_bytes
 
@@ -330,7 +327,8 @@ def _along(root: Node, identities: np.ndarray, may: Callable[[Node], bool] = lam
         node = below.pop()
         for child in node.children:
             mine = child.point.identities
-            if np.array_equal(mine, identities[node.rows : node.rows + len(mine)]) and may(child):
+            theirs = identities[node.rows : node.rows + len(mine)]
+            if len(theirs) == len(mine) and theirs[-1] == mine[-1] and np.array_equal(theirs, mine) and may(child):
                 below.append(child)
                 yield child
 
