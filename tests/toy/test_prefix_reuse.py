@@ -85,6 +85,19 @@ def test_a_second_turn_drafts_as_well_as_a_cold_one():
         assert warm.timings.accepted == cold.timings.accepted
 
 
+@pytest.mark.parametrize("draft", ("none", "mtp"))
+def test_an_answer_that_comes_back_changed_costs_its_turn_and_at_most_one_grid_step(draft):
+    """As by templates that leave out what a model thought."""
+    target = toy_target()
+    engine, ids, options = toy_engine(target), list(range(7, 60)), {"draft": draft, "max_tokens": 21}
+    (first,) = run(engine, [ask("-", **options)], [toy_rows(target, ids)])
+    changed = toy_rows(target, [*ids, *first.token_ids[9:], 20, 21, 22])
+    (second,) = run(engine, [ask("-", **options)], [changed])
+    assert len(ids) - GRID < second.timings.cached_rows <= len(ids)
+    (cold,) = run(toy_engine(target), [ask("-", **options)], [changed])
+    assert (second.token_ids, second.timings.accepted) == (cold.token_ids, cold.timings.accepted)
+
+
 def test_rows_behind_an_answer_are_marked_as_what_a_cold_run_would_compute_otherwise():
     target = toy_target()
     engine, ids, options = toy_engine(target), list(range(7, 40)), {"draft": "mtp", "max_tokens": 21}
