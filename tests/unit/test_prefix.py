@@ -222,6 +222,25 @@ def test_where_checkpoints_are_dear_few_are_kept_and_no_row_is_lost():
     assert holds(hit.target, walker.identities[:60], ATTENTION)
 
 
+def test_a_conversation_that_fits_only_with_fewer_checkpoints_keeps_fewer():
+    """What was first kept of it once stayed, and its end did not."""
+    whole = Walker(draft=True).walk([1] * 24)
+    one = PrefixCache(1 << 20)
+    whole.leave(one)
+    for spare in (0, 60, 120):
+        cache = PrefixCache(one.bytes_held + spare)
+        left(cache, [9] * 5, draft=True)
+        walker = Walker(draft=True)
+        for n in range(12):
+            assert walker.walk([1, 1]).leave(cache), n
+            assert cache.bytes_held <= cache.budget
+        hit = cache.find(np.array([1] * 24 + [2]), "mtp/see")
+        assert hit.rows == 24 and holds(hit.target, [1] * 24) and holds(hit.drafts[0], [1] * 23)
+        points = len(cache)
+        assert not walker.walk([1] * 40).leave(cache) and len(cache) == points, "too long by itself: nothing goes"
+    assert points > 1
+
+
 def test_a_checkpoint_that_two_conversations_share_is_not_thinned_out():
     cache = PrefixCache(1 << 20)
     left(cache, [1, 2, 3, 4, 7], (4,))

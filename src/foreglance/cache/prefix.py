@@ -121,6 +121,10 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
+    def stops(self, num_tracks: int) -> list[int]:
+        """Row counts by track."""
+        return [track.stop for track in self.point.tracks] or [0] * num_tracks
+
     @classmethod
     def root(cls) -> Node:
         return cls(Point(np.empty(0, np.int64), Border("chunk", True), ()))
@@ -198,15 +202,20 @@ class PrefixCache:
             if RANK[border.kind] > RANK[parent.point.border.kind]:
                 parent.point = replace(parent.point, border=Border(border.kind, parent.point.border.cold))
             return True
-        pairs = list(zip(caches, [track.stop for track in parent.point.tracks] or [0] * len(caches), strict=True))
-        mine = identities[parent.rows :]
-        size = mine.nbytes + sum(one.num_bytes for one in memory.waiting)
-        if not self._make_room(size + sum(cache.cut_bytes(start) for cache, start in pairs), parent):
+        specs = [[layer.spec for layer in cache.layers] for cache in caches]
+        states = sum(one.num_bytes for one in memory.waiting)
+
+        def size(node: Node) -> int:
+            pairs = zip(caches, node.stops(len(caches)), strict=True)
+            return identities[node.rows :].nbytes + states + sum(cache.cut_bytes(start) for cache, start in pairs)
+
+        parent = self._shorten(parent, size, specs)
+        if not self._make_room(size(parent), parent):
             return False
         waiting = tuple(Waiting(one.first, one.states.to("cpu", copy=True)) for one in memory.waiting)
-        tracks = tuple(cache.cut(start) for cache, start in pairs)
-        node = self._add(parent, Point(mine.copy(), border, tracks, waiting, memory.inputs_from))
-        self._thin(node, [[layer.spec for layer in cache.layers] for cache in caches])
+        tracks = tuple(cache.cut(start) for cache, start in zip(caches, parent.stops(len(caches)), strict=True))
+        point = Point(identities[parent.rows :].copy(), border, tracks, waiting, memory.inputs_from)
+        self._thin(self._add(parent, point), specs)
         return True
 
     def restore(self, points: Many[Point], key: str) -> bool:
@@ -298,12 +307,22 @@ class PrefixCache:
         if not any(isinstance(spec, RecurrentSpec) for track in specs for spec in track):
             return
         while len(own := [node for node in newest.path if len(node.children) < 2]) > MAX_POINTS:
+            self._merge(_least(own, newest.rows), specs)
 
-            def loss(node: Node) -> float:
-                assert node.parent is not None
-                return (node.children[0].rows - node.parent.rows) / (newest.rows - node.rows)
-
-            self._merge(min((node for node in own if node is not newest), key=loss), specs)
+    def _shorten(self, parent: Node, size: Callable[[Node], int], specs: Many[Many[LayerSpec]]) -> Node:
+        """Where a conversation with all its checkpoints is more than the budget, and with fewer is not, keep fewer;
+        -> where it goes on from. `size` is what is to be added behind a node."""
+        if size(Node.root()) > self.budget:
+            return parent
+        while size(parent) + sum(node.point.num_bytes for node in parent.path) > self.budget:
+            if own := [node for node in parent.path if len(node.children) == 1]:
+                self._merge(_least(own, parent.rows + 1), specs)
+            elif parent.parent is None or parent.children:
+                break
+            else:
+                before, parent = parent, parent.parent
+                self._drop(before)
+        return parent
 
     def _merge(self, node: Node, specs: Many[Many[LayerSpec]]) -> None:
         """Let a node's only child take over its rows: one checkpoint less, and no row."""
@@ -318,6 +337,16 @@ class PrefixCache:
         del self._order[node]
         parent.children[parent.children.index(node)] = child
         self.bytes_held += child.point.num_bytes
+
+
+def _least(nodes: Many[Node], end: int) -> Node:
+    """Of nodes with one child, the one whose loss leaves the smallest gap, as seen from row `end`."""
+
+    def loss(node: Node) -> float:
+        assert node.parent is not None
+        return (node.children[0].rows - node.parent.rows) / (end - node.rows)
+
+    return min((node for node in nodes if node.children), key=loss)
 
 
 def _along(root: Node, identities: np.ndarray, may: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
