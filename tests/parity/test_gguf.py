@@ -71,6 +71,15 @@ def test_gemma_and_its_assistant(files):
     assert theirs.token_ids == ours.token_ids
 
 
+def test_step_and_its_three_modules(tmp_path):
+    export(find_model("tiny-step"), tmp_path / "step.gguf", tmp_path / "mmproj.gguf", kind="f32")
+    hub, gguf = load("tiny-step"), load(tmp_path / "step.gguf")
+    assert largest_difference(logits(hub), logits(gguf)) < CLOSE
+    (ours,), (theirs,) = (engine.generate(question(depth=3)) for engine in (hub, gguf))
+    assert len(theirs.timings.accepted) == 3 and theirs.timings.accepted == ours.timings.accepted
+    assert theirs.token_ids == ours.token_ids
+
+
 def test_the_tokenizer_comes_from_the_file(files):
     ours, theirs = load_tokenizer(find_model("tiny-qwen")), load_tokenizer(lay_out(files / "whole.gguf"))
     assert theirs.get_vocab() == ours.get_vocab()

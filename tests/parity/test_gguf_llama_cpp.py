@@ -21,15 +21,14 @@ INSTALLED = importlib.util.find_spec("xllamacpp") is not None
 
 
 @pytest.mark.skipif(not INSTALLED, reason="xllamacpp is not installed (pip install foreglance[peers])")
-def test_the_same_text_and_drafts_that_stand(tmp_path):
-    export(find_model("tiny-qwen"), tmp_path / "m.gguf", tmp_path / "mmproj.gguf")
+@pytest.mark.parametrize(("model", "image_rows"), (("tiny-qwen", 16), ("tiny-step", 0)))
+def test_the_same_text_and_drafts_that_stand(model, image_rows, tmp_path):
+    export(find_model(model), tmp_path / "m.gguf", tmp_path / "mmproj.gguf")
     files = peers.Files({"f16": tmp_path / "m.gguf"}, tmp_path / "mmproj.gguf")
     (case,) = image_cases(1)
-    (ours,) = load("tiny-qwen").generate(
-        case.request(SamplingParams(max_tokens=32, ignore_eos=True), Speculation("none"))
-    )
+    (ours,) = load(model).generate(case.request(SamplingParams(max_tokens=32, ignore_eos=True), Speculation("none")))
     job = peers.job_of(case, 32)
-    for one in peers.contenders("tiny-qwen", [], 1, [0, 3], ["llama.cpp"], files, 512, image_rows=16):
+    for one in peers.contenders(model, [], 1, [0, 3], ["llama.cpp"], files, 512, image_rows):
         with tempfile.TemporaryFile() as log:
             worker = peers.Worker(one.given, log)
             said = worker.run(job | {"draft": one.draft, "depth": one.depth})
@@ -62,6 +61,12 @@ def test_tensors_are_laid_out_as_llama_cpp_expects(tmp_path):
     assert torch.equal(file.tensor("blk.0.ssm_out.weight"), out)
     assert torch.equal(file.tensor("blk.0.attn_norm.weight"), taken("input_layernorm.weight") + 1)
     assert torch.equal(file.tensor("blk.0.ssm_norm.weight"), taken("linear_attn.norm.weight"))
+    for ours, theirs in (
+        ("pre_fc_norm_embedding", "enorm"),
+        ("pre_fc_norm_hidden", "hnorm"),
+        ("norm", "shared_head_norm"),
+    ):
+        assert torch.equal(file.tensor(f"blk.6.nextn.{theirs}.weight"), hub.take(f"mtp.{ours}.weight", 192).float() + 1)
     values = {key.removeprefix("qwen35."): value for key, value in file.meta.items() if key.startswith("qwen35.")}
     assert values["block_count"] == 7 and values["nextn_predict_layers"] == 1
     assert values["rope.dimension_sections"] == [6, 5, 5, 0] and values["full_attention_interval"] == 3

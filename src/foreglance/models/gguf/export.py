@@ -14,13 +14,13 @@ from torch import Tensor
 
 from foreglance.models import registry
 from foreglance.models.base import ModelError
-from foreglance.models.gguf import gemma4, qwen3_5
+from foreglance.models.gguf import gemma4, qwen3_5, step35
 from foreglance.models.gguf.naming import Spelling
 from foreglance.models.gguf.tokens import tokenizer_metadata
 from foreglance.models.weights import Weights
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-FAMILIES: dict[str, ModuleType] = {kind: module for module in (qwen3_5, gemma4) for kind in module.MODEL_TYPES}
+FAMILIES: dict[str, ModuleType] = {kind: module for module in (qwen3_5, gemma4, step35) for kind in module.MODEL_TYPES}
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2}  # llama.cpp's numbers for general.file_type
 MODEL_TRUNKS = ("model.language_model.", "model.")
 

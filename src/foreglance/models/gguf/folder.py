@@ -18,14 +18,16 @@ from types import ModuleType
 from torch import Tensor
 
 from foreglance.models.base import ModelError
-from foreglance.models.gguf import gemma4, qwen3_5
+from foreglance.models.gguf import gemma4, qwen3_5, step35
 from foreglance.models.gguf.file import GgufFile
 from foreglance.models.gguf.naming import Spelling
 from foreglance.models.gguf.tokens import token_list, write_tokenizer
 
 POINTER = "gguf-files.json"
 SUFFIX = ".gguf"
-FAMILIES: dict[str, ModuleType] = {arch: module for module in (qwen3_5, gemma4) for arch in module.ARCHITECTURES}
+FAMILIES: dict[str, ModuleType] = {
+    arch: module for module in (qwen3_5, gemma4, step35) for arch in module.ARCHITECTURES
+}
 COMPUTED = ("rope_freqs.weight",)  # follow from the config
 
 
