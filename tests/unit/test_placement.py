@@ -37,6 +37,7 @@ def test_questions_about_one_image_have_one_name_and_other_images_another():
         chat(user(CAT, DOG)),
         chat(user(text("look:"), CAT)),
         chat(SYSTEM, user(CAT)),
+        chat(SYSTEM, user(DOG)),
         chat(user("what?")),
         chat(user("who?")),
     ]
@@ -69,6 +70,7 @@ def test_a_prefix_stays_at_home_while_that_one_has_room():
     assert placement.choose("cat", {home: 2, other: 2}) == home
     assert placement.choose("cat", {home: 2, other: 1}) == other
     assert placement.choose("cat", {home: 0, other: 1}) == other  # that one holds it now too
+    assert placement.choose("cat", {home: 2, other: 2}) == other
 
 
 def test_a_prefix_finds_a_new_home_when_its_replica_is_gone_or_has_forgotten():

@@ -516,5 +516,7 @@ def test_a_phone_has_all_of_it(visit):
     answer = one.ask()
     answer.locator('.token[data-depth="1"]').first.tap()
     expect(page.locator("#tip")).to_contain_text("accepted draft, depth 1")
+    page.locator("#rows summary").tap()
+    expect(page.locator("#rows-image")).to_be_visible()
     size = "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
     assert page.evaluate(size) == [360, 740]

@@ -112,7 +112,7 @@ class Cluster:
     """The Ray of this process: on loopback, with a token drawn at start, without telemetry and dashboard."""
 
     def __init__(self, load: Callable[[], Engine], settings: ServerSettings):
-        os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32))
+        os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32))  # before Ray is imported, which reads it
         try:
             import ray
             from ray import serve
@@ -123,8 +123,12 @@ class Cluster:
                 code="ray_missing",
             ) from error
         self._ray, self._serve = ray, serve
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=OBJECTS)
-        serve.start(proxy_location="Disabled", logging_config={"enable_access_log": False, "log_level": "ERROR"})
+        try:
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=OBJECTS)
+            serve.start(proxy_location="Disabled", logging_config={"enable_access_log": False, "log_level": "ERROR"})
+        except Exception as error:  # Ray has no class for what can go wrong here
+            ray.shutdown()
+            raise RequestError(f"Ray did not start: {error}", param="replicas", code="ray_failed") from error
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         inner = replace(settings, api_keys=(), cors_origins=(), hosts=frozenset())  # the guard stands outside
         deployment = serve.deployment(max_ongoing_requests=UNLIMITED, ray_actor_options={"num_cpus": 0})(Replica)
