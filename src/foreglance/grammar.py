@@ -137,7 +137,7 @@ class Guide:
         self._fresh, self._matcher = matcher, None if matcher is None else matcher.deep_copy()
         self._budget, self._vocab_size, self._eos = budget, vocab_size, eos
         self._path: list[int] = []  # what the matcher consumed
-        self._masks: dict[int, np.ndarray] = {}  # what may follow the first n tokens of the path
+        self._masks: dict[int, bytes] = {}  # what may follow the first n tokens of the path, a bit for each token
         self._failure: tuple[tuple[int, ...], str] | None = None
 
     def allowed(self, tokens: Sequence[int]) -> np.ndarray | None:
@@ -152,7 +152,7 @@ class Guide:
             return None
         known = num_shared(self._path, tokens)
         if known == len(tokens) and known in self._masks:
-            return self._masks[known]
+            return self._ids(self._masks[known])
         if any(token in self._eos for token in tokens[known:]):
             return None
         return self._advance(self._matcher, known, tokens)
@@ -173,14 +173,18 @@ class Guide:
             if not matcher.validate_tokens([token]) or not matcher.consume_token(token):
                 return self._lose(tokens, _error_of(matcher) or f"token {token} does not follow")
             self._path.append(token)
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        mask = np.flatnonzero(bits[: self._vocab_size])
-        if matcher.is_error() or not len(mask):
+        mask = matcher.compute_bitmask()
+        ids = self._ids(mask)
+        if matcher.is_error() or not len(ids):
             return self._lose(tokens, _error_of(matcher) or "no token of the vocabulary can follow")
         self._masks[len(tokens)] = mask
         if len(self._masks) > 2 * MAX_DEPTH + 2:
             del self._masks[min(self._masks)]
-        return mask
+        return ids
+
+    def _ids(self, mask: bytes) -> np.ndarray:
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        return np.flatnonzero(bits[: self._vocab_size])
 
     def _lose(self, tokens: Sequence[int], message: str) -> None:
         """A matcher with an error keeps it, so the next way starts from the beginning."""

@@ -22,27 +22,25 @@ class ReasoningSplitter:
     def __init__(self, tags: Tags | None, state: ReasoningState):
         self._tags = tags
         self._held = ""
-        self._phase = "rest" if tags is None or state == "done" else "inside" if state == "open" else "before"
-        self._strip = True  # nothing but white space since the last tag
-        if self._phase == "rest":
-            self._strip = False
+        self.phase = "rest" if tags is None or state == "done" else "inside" if state == "open" else "before"
+        self._strip = self.phase != "rest"  # while there is nothing but white space behind a tag
 
     def push(self, text: str) -> tuple[str, str]:
         """-> (reasoning, rest) that this piece completes."""
         self._held += text
         reasoning = rest = ""
-        if self._phase == "before":
+        if self.phase == "before":
             self._leave_before()
-        if self._phase == "inside":
+        if self.phase == "inside":
             reasoning = self._inside()
-        if self._phase == "rest":
+        if self.phase == "rest":
             rest, self._held = self._stripped(self._held), ""
         return reasoning, rest
 
     def flush(self) -> tuple[str, str]:
         """What was held back, at the end of the text."""
         held, self._held = self._held, ""
-        if self._phase == "inside":
+        if self.phase == "inside":
             return self._stripped(held).rstrip(), ""
         return "", held
 
@@ -50,16 +48,16 @@ class ReasoningSplitter:
         assert self._tags is not None
         begun = self._held.lstrip()
         if begun.startswith(self._tags.start):
-            self._phase, self._held = "inside", begun[len(self._tags.start) :]
+            self.phase, self._held = "inside", begun[len(self._tags.start) :]
         elif not self._tags.start.startswith(begun):
-            self._phase, self._strip = "rest", False
+            self.phase, self._strip = "rest", False
 
     def _inside(self) -> str:
         assert self._tags is not None
         at = self._held.find(self._tags.end)
         if at >= 0:
             reasoning = self._stripped(self._held[:at]).rstrip()
-            self._phase, self._strip, self._held = "rest", True, self._held[at + len(self._tags.end) :]
+            self.phase, self._strip, self._held = "rest", True, self._held[at + len(self._tags.end) :]
             return reasoning
         safe = len(self._held) - overlap(self._held, self._tags.end)
         safe = len(self._held[:safe].rstrip())

@@ -50,13 +50,14 @@ def pick(
     picked, and one of them is; top-k, top-p and min-p count among these.
     """
     scores = process(logits, params, prompt, generated)
-    ids = np.arange(len(scores)) if allowed is None else allowed
     scores = scores if allowed is None else scores[allowed]
     if params.temperature == 0:
-        return int(ids[scores.argmax()])
-    kept = survivors(scores / params.temperature, params)
-    noise = gumbel_noise(params.seed, index, ids[kept])
-    return int(ids[kept][(scores[kept] + params.temperature * noise).argmax()])
+        best = scores.argmax()
+    else:
+        kept = survivors(scores / params.temperature, params)
+        noise = gumbel_noise(params.seed, index, kept if allowed is None else allowed[kept])
+        best = kept[(scores[kept] + params.temperature * noise).argmax()]
+    return int(best if allowed is None else allowed[best])
 
 
 def log_prob(logits: np.ndarray, token: int, num_top: int) -> LogProb:
