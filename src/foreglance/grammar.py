@@ -70,9 +70,11 @@ def _error_of(matcher: LLMatcher) -> str:
 
 
 def is_bound(request: Request) -> bool:
-    """Whether a request asks for an answer of a given form."""
-    limited = request.tool_choice == "auto" and bool(request.tools) and not request.parallel_tool_calls
-    return request.grammar is not None or request.forces_tool or limited
+    """Whether a request asks for an answer of a given form: calls that the model is free to make have one if there may
+    be but one, or if a tool is strict."""
+    strict = any(tool["function"].get("strict") for tool in request.tools)
+    bound = request.tool_choice == "auto" and bool(request.tools) and (strict or not request.parallel_tool_calls)
+    return request.grammar is not None or request.forces_tool or bound
 
 
 def _answer(request: Request, format: ChatFormat, word: Word) -> dict[str, Any]:

@@ -19,7 +19,7 @@ Schema = Mapping[str, Any]
 
 
 def tool_grammar(request: Request, syntax: str, word: Word) -> str:
-    """Lark of an answer that must call, or, where the choice is the model's, may call once behind any text."""
+    """Lark of an answer that must call, or, where the choice is the model's, may call behind any text."""
     tools = [tool["function"] for tool in request.tools if request.tool_choice in (*_OPEN, tool["function"]["name"])]
     tags = GEMMA_CALL if syntax == "gemma" else CALL
     calls = _SYNTAXES[syntax](tools, word)
@@ -34,9 +34,11 @@ def _start(request: Request, begin: str, tags: Tags, gap: str) -> list[str]:
     if request.forces_tool:
         return [f"start: {begin} body" + (f" ({gap} {begin} body)*" if request.parallel_tool_calls else "")]
     if is_special(begin):
-        return [f"start: text | text {begin} body", "text: /(?s:.*)/"]
-    head = tags.start.replace("|", r"\|")
-    return ["start: text | head body", f"head[lazy]: /(?s:.*){head}/", "text: /(?s:.*)/"]
+        call, rules = f"text {begin} body", ["text: /(?s:.*)/"]
+    else:
+        word = tags.start.replace("|", r"\|")
+        call, rules = "head body", [f"head[lazy]: /(?s:.*){word}/", "text: /(?s:.*)/"]
+    return [f"start: ({call})* text" if request.parallel_tool_calls else f"start: text | {call}", *rules]
 
 
 @dataclass(frozen=True)

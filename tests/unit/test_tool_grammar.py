@@ -1,5 +1,6 @@
 """Grammars of tool calls: what a model may write is what the parsers read, in every format."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -10,7 +11,7 @@ from unit.test_answers import WRITERS
 
 from foreglance import Message, Request, RequestError
 from foreglance.chat_format import THINK, ChatFormat
-from foreglance.grammar import Grammars, Guide, hugging_face_vocabulary
+from foreglance.grammar import Grammars, Guide, hugging_face_vocabulary, is_bound
 from foreglance.models.weights import EMBEDDED
 
 END, VOCAB = 2, 1600
@@ -106,6 +107,16 @@ def test_how_many_calls_there_may_be(syntax):
     assert follows("hello " + one, syntax) is False
     for text, want in (("hello", True), ("hello " + one, True), ("hello " + two, False), (one + " bye", False)):
         assert follows(text, syntax, "auto", parallel=False) is want, text
+    half = one[: len(one) // 2]
+    for text, want in (("hello " + two, True), (one + " bye", True), ("hello " + half, None), (one + half, None)):
+        assert follows(text, syntax, "auto") is want, text
+
+
+def test_calls_that_the_model_is_free_to_make_are_held_to_a_schema_only_if_that_was_asked_for():
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    free, tied = (Request((Message.of("user", "-"),), tools=tools) for tools in (TOOLS, (*TOOLS, strict)))
+    assert not is_bound(free) and is_bound(tied) and is_bound(replace(free, parallel_tool_calls=False))
+    assert is_bound(replace(free, tool_choice="now")) and not is_bound(replace(tied, tool_choice="none"))
 
 
 def test_a_call_comes_behind_the_reasoning():
