@@ -55,7 +55,7 @@ def finish_target(
         run(start("train_target", data=single, start_from=target, out=read, **stretch, **weights, **common))
         target = read
     mixed, last = work / "data-last", work / f"{family}-target-last.pt"
-    own = {"shards": 16, "chats_per_shard": 2500, "plain_shards": 0, "plain_last_shards": 0, "alone_share": 0.12}
+    own = {"shards": 8, "chats_per_shard": 2500, "plain_shards": 0, "plain_last_shards": 0, "alone_share": 0.12}
     share_tokenizer(data, mixed)
     run(start("prepare", data=mixed, **own, writing_share=0.7, seed=8))
     stretch = {"seconds": seconds, "warm_up": 30, "learning_rate": 1e-3, "heavy_weight": 8}
