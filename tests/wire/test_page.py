@@ -326,16 +326,45 @@ def test_pictures_come_by_drop_and_paste_and_can_be_removed(visit):
     expect(page.locator(".thumb")).to_have_count(0)
 
 
+def stream_of(*chunks):
+    """What the server would stream: (delta, texts of the tokens of a step) each."""
+    lines = [
+        {
+            "choices": [{"index": 0, "delta": delta}],
+            "tokens": [{"id": 1, "text": text, "depth": depth} for depth, text in enumerate(texts)],
+            "drafted": len(texts),
+        }
+        for delta, texts in chunks
+    ]
+    lines.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    body = "".join(f"data: {json.dumps(line)}\n\n" for line in lines) + "data: [DONE]\n\n"
+    return lambda route: route.fulfill(content_type="text/event-stream", body=body)
+
+
+def test_reasoning_is_shown_apart_and_nothing_twice(visit):
+    one = visit().ready()
+    stream = stream_of(
+        ({"reasoning_content": "Let me"}, ["<think>", "\nLet", " me"]),
+        ({"reasoning_content": " see", "content": "Yes,"}, [" see", "</think>", "\n\nYes", ","]),
+        ({"content": " held back and done"}, [" done"]),
+    )
+    one.page.route("**/v1/chat/completions", stream)
+    answer = one.ask("Are there shapes?", scene=False)
+    expect(answer.locator(".reasoning p")).to_have_text("Let me see")
+    assert answer.locator(".text").text_content() == "Yes, held back and done"
+    assert [text for text, _ in marks(answer)] == ["Yes", ",", " done"]
+    answer.locator(".reasoning summary").click()
+    answer.locator(".reasoning .token").last.hover()
+    one.page.route("**/v1/chat/completions", stream)
+    one.ask("And now?", scene=False)
+    assert one.sent[-1]["messages"][1] == {"role": "assistant", "content": "Yes, held back and done"}
+
+
 def test_markup_in_messages_names_and_answers_stays_text(visit):
     one = visit().ready()
     page = one.page
     evil = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
-    chunks = [
-        {"choices": [{"index": 0, "delta": {"content": evil}}], "tokens": [{"id": 1, "text": evil, "depth": 0}]},
-        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
-    ]
-    stream = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=stream))
+    page.route("**/v1/chat/completions", stream_of(({"content": evil}, [evil])))
     page.set_input_files("#files", {"name": f"{evil}.png", "mimeType": "image/png", "buffer": SCENE.read_bytes()})
     expect(page.locator(".thumb")).to_have_count(1)
     page.fill("#prompt", evil)

@@ -112,11 +112,12 @@ const streamed = (body) => ({ ...body, stream: true, return_tokens: true, stream
 function take(answer, chunk) {
   following(() => {
     const choice = chunk.choices[0];
-    const { content = "", reasoning_content = "" } = choice?.delta ?? {};
+    const text = choice?.delta?.content ?? "";
+    const reasoning = choice?.delta?.reasoning_content ?? "";
     answer.finish = choice?.finish_reason ?? answer.finish;
     answer.timings = chunk.timings ?? answer.timings;
-    answer.take({ text: content ?? "", reasoning: reasoning_content, tokens: chunk.tokens ?? [], drafted: chunk.drafted ?? 0 });
-    announcer.text(content ?? "");
+    answer.take({ text, reasoning, tokens: chunk.tokens ?? [], drafted: chunk.drafted ?? 0 });
+    announcer.text(text);
     facts(answer);
   });
   meter.show(answer);

@@ -51,20 +51,37 @@ export class Answer {
     this.text += text;
     // runs of spaces are kept where there are any; elsewhere a space at the end of a line would be marked beyond the text
     this.textElement.classList.toggle("spaced", /[ \t]{2}|\t|\n /.test(this.text));
-    this.reason(reasoning);
+    if (reasoning) this.part(".reasoning").hidden = false;
+    this.count(tokens, drafted);
+    this.write(tokens, [
+      { element: this.part(".reasoning p"), rest: reasoning },
+      { element: this.textElement, rest: text },
+    ]);
+  }
+
+  count(tokens, drafted) {
     if (!tokens.length) return;
     this.firstAt ??= performance.now();
     const step = this.steps.add(tokens, drafted);
-    for (const token of tokens) {
-      this.tokens.push({ ...token, step });
-      if (token.text) this.show(token, this.tokens.length - 1);
-    }
+    this.tokens.push(...tokens.map((token) => ({ ...token, step })));
   }
 
-  reason(text) {
-    if (!text) return;
-    this.part(".reasoning").hidden = false;
-    this.part(".reasoning p").append(text);
+  /** Reasoning and text are written as the server splits them; a token is marked where its text is found in them, and
+   * one that is not there, such as the end of the reasoning, does not show. */
+  write(tokens, places) {
+    const first = this.tokens.length - tokens.length;
+    tokens.forEach((token, i) => {
+      for (const words of [token.text, token.text.trimStart()]) {
+        const place = words && places.find(({ rest }) => rest.includes(words));
+        if (!place) continue;
+        const at = place.rest.indexOf(words);
+        place.element.append(place.rest.slice(0, at));
+        this.show(place.element, words, token.depth, first + i);
+        place.rest = place.rest.slice(at + words.length);
+        return;
+      }
+    });
+    for (const { element, rest } of places) element.append(rest);
   }
 
   /** Tokens after the first over the time since: the server's figure once there is one. */
@@ -74,15 +91,15 @@ export class Answer {
     return seconds > 0.2 ? (this.steps.tokens - 1) / seconds : null;
   }
 
-  show(token, index) {
+  show(element, words, depth, index) {
     const span = document.createElement("span");
     span.className = "token";
-    span.dataset.depth = token.depth;
+    span.dataset.depth = depth;
     span.dataset.index = index;
     // the space before a run of drafts is not marked
-    const space = token.depth === 1 ? token.text.match(/^\s*/)[0] : "";
-    span.textContent = token.text.slice(space.length);
-    this.textElement.append(space, span);
+    const space = depth === 1 ? words.match(/^\s*/)[0] : "";
+    span.textContent = words.slice(space.length);
+    element.append(space, span);
   }
 
   /** A token in words, for the tip and for screen readers. */
