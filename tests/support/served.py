@@ -111,8 +111,8 @@ def serving(engine: Engine, settings: ServerSettings | None = None, grace: float
         engine.step = step
 
 
-def until(condition, words: str) -> None:
-    deadline = time.monotonic() + PATIENCE
+def until(condition, words: str, patience: float = PATIENCE) -> None:
+    deadline = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain until {words}"
         time.sleep(0.005)

@@ -44,6 +44,10 @@ class Replicas:
     def members(self):
         return {one["name"]: one for one in self.http.get("/replicas").json()}
 
+    def until_all_are_up(self):
+        """A new process imports and loads everything again."""
+        until(lambda: all(one["up"] for one in self.members.values()), "other processes are there", 5 * PATIENCE)
+
     def kill(self, name):
         os.kill(self.members[name]["pid"], signal.SIGKILL)
 
@@ -105,7 +109,7 @@ def test_a_killed_replica_loses_no_request(replicas):
         answers = [one.result() for one in asked]
     assert all(ids(answer) == ids(expected) for _, answer in answers)
     assert home not in {name for name, _ in answers}
-    until(lambda: replicas.members[home]["up"], "another process has taken its place")
+    replicas.until_all_are_up()
     assert replicas.ask(headers={HEADER: home})[0] == home
 
 
@@ -119,7 +123,7 @@ def test_a_stream_that_has_begun_ends_cleanly_when_its_replica_is_killed(replica
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replica_died"
     assert done == "data: [DONE]"
     assert replicas.ask()[1]["choices"][0]["finish_reason"] == "stop"
-    until(lambda: all(one["up"] for one in replicas.members.values()), "all are back")
+    replicas.until_all_are_up()
 
 
 def test_the_number_changes_while_requests_run(replicas):
