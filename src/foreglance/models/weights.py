@@ -86,6 +86,20 @@ def stored_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
+def num_weights(folder: Path) -> float:
+    """Of a checkpoint, about: published ones hold two bytes a weight."""
+    from foreglance.models.gguf import folder as gguf
+
+    return gguf.num_weights(folder) if (folder / gguf.POINTER).is_file() else stored_bytes(folder) / 2
+
+
+def stored_format(folder: Path) -> str | None:
+    """The weight format that keeps most of what a GGUF file holds; None for other checkpoints."""
+    from foreglance.models.gguf import folder as gguf
+
+    return gguf.stored_format(folder) if (folder / gguf.POINTER).is_file() else None
+
+
 class TensorSource(Protocol):
     """Where tensors come from, by their hub names."""
 

@@ -11,7 +11,9 @@ import functools
 import json
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from foreglance.models.base import ModelError
 from foreglance.models.gguf import gemma4, qwen3_5, step35
-from foreglance.models.gguf.file import GgufFile
+from foreglance.models.gguf.file import GgufFile, Stored
 from foreglance.models.gguf.naming import Spelling
 from foreglance.models.gguf.tokens import token_list, write_tokenizer
 
@@ -28,6 +30,8 @@ SUFFIX = ".gguf"
 FAMILIES: dict[str, ModuleType] = {
     arch: module for module in (qwen3_5, gemma4, step35) for arch in module.ARCHITECTURES
 }
+FORMATS = {"F32": "fp32", "F64": "fp32", "F16": "fp16", "BF16": "fp16"}  # beside the quantised types
+FOUR_BITS = ("Q4", "Q3", "Q2", "IQ", "TQ", "MXFP4", "NVFP4")  # of four bits or fewer; the rest go to eight
 COMPUTED = ("rope_freqs.weight",)  # follow from the config
 
 
@@ -121,6 +125,24 @@ def _check_draft(target: GgufFile, draft: GgufFile, family: ModuleType) -> None:
 def stored_bytes(folder: Path) -> int:
     """Of the files that a laid-out folder's text decoder comes from."""
     return sum(path.stat().st_size for name, path in _paths(folder).items() if name != "mmproj")
+
+
+def num_weights(folder: Path) -> int:
+    """In all matrices of the text decoder's files."""
+    return sum(prod(one.shape) for one in _matrices(folder))
+
+
+def stored_format(folder: Path) -> str:
+    """The format of ours that keeps the type which most weights of the target have."""
+    counts: Counter[str] = Counter()
+    for one in _matrices(folder):
+        counts[FORMATS.get(one.kind, "q4" if one.kind.startswith(FOUR_BITS) else "q8")] += prod(one.shape)
+    return counts.most_common(1)[0][0] if counts else "fp32"
+
+
+def _matrices(folder: Path) -> list[Stored]:
+    files = [GgufFile(path) for name, path in _paths(folder).items() if name != "mmproj"]
+    return [one for file in files for one in file.tensors.values() if len(one.shape) > 1]
 
 
 def _paths(folder: Path) -> dict[str, Path]:
