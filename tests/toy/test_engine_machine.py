@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.toy import ask, picture, run, talk, toy_engine, toy_target
+from support.toy_chain import chained_target
 
 from foreglance import Message, Speculation
 from foreglance.prompt import MRope, OneAxis
@@ -32,14 +33,18 @@ PROMPTS = (
     ),
 )
 SAMPLINGS = ({}, {"temperature": 0.9, "seed": 1}, {"temperature": 1.0, "top_k": 5, "presence_penalty": 0.5, "seed": 2})
-TARGETS = {"three axes": {"rule": MRope()}, "one axis": {"rule": OneAxis(), "whole_images": True}}
+TARGETS = {
+    "one module, three axes": lambda: toy_target(rule=MRope()),
+    "whole images, one axis": lambda: toy_target(rule=OneAxis(), whole_images=True),
+    "chained modules": lambda: chained_target(MRope()),
+}
 
 
 @cache
 def alone(name, prompt, sampling, max_tokens):
     """The tokens of a request in a plain engine: no drafts, one slot, no reuse."""
     request = PROMPTS[prompt]({**SAMPLINGS[sampling], "max_tokens": max_tokens})
-    return run(toy_engine(toy_target(**TARGETS[name]), slots=1, prefix_cache_bytes=0), [request])[0].token_ids
+    return run(toy_engine(TARGETS[name](), slots=1, prefix_cache_bytes=0), [request])[0].token_ids
 
 
 class Engines(RuleBasedStateMachine):
@@ -52,7 +57,7 @@ class Engines(RuleBasedStateMachine):
     def begin(self, name, slots, reuse, images):
         self.name, self.folder = name, tempfile.TemporaryDirectory()
         layout = {"slots": slots, "prefix_cache_bytes": reuse, "image_cache_bytes": images}
-        self.engine = toy_engine(toy_target(**TARGETS[name]), **layout)
+        self.engine = toy_engine(TARGETS[name](), **layout)
         self.open: dict[str, tuple] = {}
         self.left: dict[str, list[int]] = {}
         self.saved: list[Path] = []
