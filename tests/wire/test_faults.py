@@ -181,7 +181,7 @@ def test_a_server_told_to_stop_ends_every_request_cleanly(engine, grace):
                 with pytest.raises(openai.APIError, match="stopped before this answer was finished"):
                     one.result(PATIENCE)
     engine.check()
-    assert engine.is_idle
+    assert engine.num_running == engine.num_waiting == 0
 
 
 def test_sigterm_finishes_what_is_open_and_the_process_ends_well():

@@ -239,11 +239,13 @@ def test_beyond_the_queue_requests_are_told_when_to_come_again(engine):
 
 
 def test_a_key_is_asked_for_everywhere_but_at_the_door(engine):
-    settings = ServerSettings(api_keys=(digest("one"), digest("two")))
+    settings = ServerSettings(api_keys=(digest("one"), digest("two"), digest("drei\u00df")))
     with serving(engine, settings) as served:
         for key in ("one", "two"):
             with served.openai(api_key=key) as client:
                 assert client.models.list().data
+        with served.http(headers={"Authorization": "Bearer drei\u00df".encode()}) as http:
+            assert http.get("/v1/models").status_code == 200
         for key in ("three", "on", "\u00e9"):
             with served.http(headers={"Authorization": f"Bearer {key}".encode()}) as http:
                 assert http.get("/v1/models").status_code == 401

@@ -31,7 +31,7 @@ from foreglance.serve.tools import CallDelta
 def chat_job(body: ChatBody, around: Surroundings) -> Job:
     """Raises `RequestError` or `ApiError` for values that cannot be served."""
     n = num_choices(body, around)
-    return Job(requests_of([request_of(body, around)], n), n, bool(body.stream), ChatReply(body, around, n))
+    return Job(requests_of([request_of(body, around)], n), n, ChatReply(body, around, n))
 
 
 def chat_names(body: ChatBody) -> dict[str, str]:

@@ -43,7 +43,7 @@ def completion_job(body: CompletionBody, around: Surroundings) -> Job:
     )
     requests = [Request.raw(prompt, sampling=sampling, speculation=speculation) for prompt in prompts]
     every = requests_of(requests, n)
-    return Job(every, n, bool(body.stream), CompletionReply(body, around, len(every), n))
+    return Job(every, n, CompletionReply(body, around, len(every), n))
 
 
 def _prompts(prompt: str | list) -> list:

@@ -64,7 +64,7 @@ class Guard:
         if not self._settings.api_keys or scope["path"] in self._open_paths:
             return
         kind, _, key = headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not self._settings.knows(key.strip()):
+        if kind.lower() != "bearer" or not self._settings.knows(key.strip().encode("latin-1")):
             raise ApiError(
                 401,
                 "a key is needed, sent as Authorization: Bearer KEY" if not key else "the key is not known here",

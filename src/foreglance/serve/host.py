@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from foreglance.request import RequestError
-from foreglance.serve.dispatch import Dispatch
+from foreglance.serve.dispatch import Dispatch, Opened
 from foreglance.serve.errors import ApiError, from_request_error, refused
 from foreglance.serve.metrics import Metrics
 from foreglance.serve.openai import Job, Surroundings, check_model, remote_urls
@@ -65,12 +65,15 @@ class Host:
         `messages` are where pictures may be, with the name of their field."""
         check_model(body.model, self.names)
         try:
-            job = make_job(body, await self.surroundings(body.model, messages))
-            if not job.stream:
-                return Json(await whole_answer(http.receive, partial(self.dispatch.open, job)))
-            return EventStream(await while_connected(http.receive, self.dispatch.open(job)))
+            opening = partial(self._open, body, make_job, messages)
+            if not body.stream:
+                return Json(await whole_answer(http.receive, opening))
+            return EventStream(await while_connected(http.receive, opening()))
         except RequestError as error:
             raise from_request_error(error, names) from None
+
+    async def _open(self, body: Any, make_job: MakeJob, messages: Messages) -> Opened:
+        return await self.dispatch.open(make_job(body, await self.surroundings(body.model, messages)))
 
     async def surroundings(self, model: str | None, messages: Messages) -> Surroundings:
         return Surroundings(

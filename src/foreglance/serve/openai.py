@@ -88,7 +88,6 @@ class Job:
 
     requests: tuple[Request, ...]
     n: int
-    stream: bool
     reply: Reply
 
 

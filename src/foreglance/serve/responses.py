@@ -48,7 +48,7 @@ def response_job(body: ResponseBody, around: Surroundings) -> Job:
         grammar=None if body.text is None else grammar_of(body.text.format),
         template_options=body.chat_template_kwargs or {},
     )
-    return Job((request,), 1, bool(body.stream), ResponseReply(body, around))
+    return Job((request,), 1, ResponseReply(body, around))
 
 
 def _messages(body: ResponseBody, around: Surroundings) -> Iterable[Message]:

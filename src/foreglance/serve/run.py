@@ -80,6 +80,6 @@ class Server(uvicorn.Server):
 
 def run(app: FastAPI, bound: socket.socket, grace: float, ready: Callable[[], None], access_log: bool = False) -> None:
     """Serve until a signal."""
-    if access_log:
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    Server(app, grace, ready, access_log).run([bound])
+    server = Server(app, grace, ready, access_log)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the access log alone is wanted
+    server.run([bound])

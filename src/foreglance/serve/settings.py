@@ -47,14 +47,14 @@ class ServerSettings:
     slot_save_path: Path | None = None
     slots_debug: bool = False
 
-    def knows(self, key: str) -> bool:
-        """Whether a key is one of ours; takes as long for a wrong key as for a right one."""
+    def knows(self, key: bytes) -> bool:
+        """Whether a key, as it came, is one of ours; takes as long for a wrong key as for a right one."""
         given = digest(key)
         return any([hmac.compare_digest(given, known) for known in self.api_keys])
 
 
-def digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+def digest(key: str | bytes) -> bytes:
+    return hashlib.sha256(key.encode() if isinstance(key, str) else key).digest()
 
 
 def is_loopback(host: str) -> bool:
