@@ -175,9 +175,9 @@ class Batch:
     scored: Tensor
     _few: list[Few] = field(default_factory=list, compare=False, repr=False)
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
-        return len(self.token_ids)
+        return self.token_ids.shape[0]
 
     def few(self, caches: Mapping[int, Holder]) -> Few:
         """The few rows next to what `caches` hold of their sequences. Made once: a batch is for one forward."""
@@ -229,6 +229,8 @@ class Batch:
 
 def pack(parts: Sequence[Part], spec: InputSpec, held: Mapping[int, Held]) -> Batch:
     """Flatten and validate. Raises `BatchError`; nothing is changed, whatever happens."""
+    if len(parts) == 1 and parts[0].embeds is None:
+        return _pack_one(parts[0], spec, held)
     ordered = sorted(parts, key=lambda part: part.chunk)
     for part in ordered:
         check(part, spec, held)
@@ -248,6 +250,22 @@ def pack(parts: Sequence[Part], spec: InputSpec, held: Mapping[int, Held]) -> Ba
         hidden=torch.cat([part.hidden for part in ordered]) if spec.hidden_width else None,
         positions=torch.from_numpy(np.concatenate([part.positions.coords for part in ordered], axis=1)),
         scored=torch.from_numpy(np.concatenate(scored)),
+    )
+
+
+def _pack_one(part: Part, spec: InputSpec, held: Mapping[int, Held]) -> Batch:
+    """One part without image rows, as most steps of a single sequence are: nothing to sort or to join."""
+    check(part, spec, held)
+    n = part.num_rows
+    return Batch(
+        parts=(part,),
+        starts=(0,),
+        token_ids=torch.from_numpy(part.token_ids),
+        image_rows=None,
+        embeds=None,
+        hidden=part.hidden,
+        positions=torch.from_numpy(np.array(part.positions.coords)),
+        scored=torch.arange(n - part.num_scored, n),
     )
 
 
@@ -279,11 +297,11 @@ def check(part: Part, spec: InputSpec, held: Mapping[int, Held]) -> None:
 
 
 def _check_inputs(part: Part, spec: InputSpec) -> None:
-    tokens = part.token_ids[~part.image]
-    bad = tokens[(tokens < 0) | (tokens >= spec.vocab_size)]
-    if len(bad):
+    num_images = int(np.count_nonzero(part.image))
+    tokens = part.token_ids[~part.image] if num_images else part.token_ids
+    if tokens.size and not (tokens.min() >= 0 and tokens.max() < spec.vocab_size):
+        bad = tokens[(tokens < 0) | (tokens >= spec.vocab_size)]
         raise BatchError(part.sequence, f"token id {int(bad[0])} is outside the vocabulary of {spec.vocab_size}")
-    num_images = int(part.image.sum())
     num_embeds = 0 if part.embeds is None else len(part.embeds)
     if num_images != num_embeds:
         raise BatchError(

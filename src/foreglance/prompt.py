@@ -12,7 +12,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from foreglance.reasoning import ReasoningBudget
 from foreglance.request import Message, Request, RequestError
 
 Coordinates = tuple[int, ...]  # one row's position, an entry per axis
+SHORT = 4  # tokens whose text is kept
 Grid = tuple[int, int]  # merged height and width of a run of image rows
 
 
@@ -139,6 +140,8 @@ class MRope:
         return max(last) + 1
 
     def check(self, last: Coordinates | None, new: Positions, is_image: np.ndarray) -> None:
+        if len(new) == 1 and not is_image[0] and new.coords.min() > (-1 if last is None else max(last)):
+            return
         lowest, before = new.coords.min(axis=0), self._reached(last, new)
         text_ok = lowest > before
         image_ok = (lowest >= new.coords[0]) & (new.coords[0] >= self._temporal_before(last, new))
@@ -374,7 +377,14 @@ class Prompter:
         return self.tokenizer.encode(text, add_special_tokens=special)
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        if len(token_ids) <= SHORT:
+            return self._decode_short(tuple(token_ids))
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    @cached_property
+    def _decode_short(self) -> Callable[[tuple[int, ...]], str]:
+        """Text comes token by token, and the same few tokens are decoded again and again."""
+        return lru_cache(1 << 14)(lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def decode_markup(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, with the special tokens that reasoning and tool calls are written with and no others."""

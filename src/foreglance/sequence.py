@@ -176,6 +176,10 @@ class Sequence:
         if stop <= self.num_prompt:
             part = slice(start, stop)
             return self.rows.token_ids[part], self.rows.image[part], self.rows.offset[part]
+        if start >= self.num_prompt:
+            tokens = np.array(self.generated[start - self.num_prompt : stop - self.num_prompt], np.int64)
+            fill = np.zeros(len(tokens), np.int64)
+            return tokens, fill - 1, fill
         head = min(start, self.num_prompt), self.num_prompt
         tail = self.generated[max(start - self.num_prompt, 0) : stop - self.num_prompt]
         fill = np.zeros(len(tail), np.int64)
@@ -188,9 +192,9 @@ class Sequence:
 
     def embeddings(self, image: np.ndarray, offset: np.ndarray) -> Tensor | None:
         """Embeddings [m, width] of the image rows among rows with these image indices and offsets, in order."""
-        indices = np.unique(image[image >= 0])
-        if not len(indices):
+        if image.max(initial=-1) < 0:
             return None
+        indices = np.unique(image[image >= 0])
         return torch.cat([self.embeds[int(i)][torch.from_numpy(offset[image == i])] for i in indices])
 
     def positions(self, start: int, stop: int) -> Positions:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WeightFormat = Literal["auto", "fp32", "fp16"]
+WeightFormat = Literal["auto", "fp32", "fp16", "q8", "q4"]
+DraftFormat = Literal["auto", "same", "q8"]
 TOOL_FORMATS = ("xml", "json", "gemma")
 REASONING_FORMATS = ("think", "channel")
 
@@ -21,7 +22,8 @@ class Settings:
     max_images        images in one request
     max_pixels        pixels of one decoded image
     image_cache_bytes memory for image embeddings that may be asked about again
-    weights           "fp32", "fp16", or "auto" by memory
+    weights           "fp32", "fp16", "q8", "q4", or "auto": as stored, as far as memory allows
+    draft_weights     of draft heads: "same", "q8" where native kernels run, or "auto": q8 unless `weights` names one
     try_drafts        draft a short text at load, to warn at once of a draft that hardly ever guesses right
     tool_format       how the model writes tool calls: "xml", "json", "gemma", "none", or "auto" by its chat template
     reasoning_format  how it writes reasoning: "think", "channel", "none", or "auto" by its chat template
@@ -35,6 +37,7 @@ class Settings:
     max_pixels: int = 64_000_000
     image_cache_bytes: int = 256 << 20
     weights: WeightFormat = "auto"
+    draft_weights: DraftFormat = "auto"
     try_drafts: bool = True
     tool_format: str = "auto"
     reasoning_format: str = "auto"
@@ -45,8 +48,10 @@ class Settings:
                 raise ValueError(f"settings: {name} must be at least 1, got {self.__dict__[name]}")
         if self.context is not None and self.context < 2:
             raise ValueError(f"settings: context must be at least 2 rows, got {self.context}")
-        if self.weights not in ("auto", "fp32", "fp16"):
-            raise ValueError(f"settings: weights must be auto, fp32 or fp16, got {self.weights!r}")
+        if self.weights not in ("auto", "fp32", "fp16", "q8", "q4"):
+            raise ValueError(f"settings: weights must be auto, fp32, fp16, q8 or q4, got {self.weights!r}")
+        if self.draft_weights not in ("auto", "same", "q8"):
+            raise ValueError(f"settings: draft_weights must be auto, same or q8, got {self.draft_weights!r}")
         for name, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
             if self.__dict__[name] not in ("auto", "none", *known):
                 raise ValueError(

@@ -1,22 +1,24 @@
 """Native kernels: right next to their torch twins, and a row has the same bits in any batch and on any thread count."""
 
+import numpy as np
 import pytest
 import torch
+from support.kernels import twin
 
+from foreglance.batch import Few, FewPart
+from foreglance.cache.kv import KVSpec
+from foreglance.cache.recurrent import RecurrentSpec
+from foreglance.cache.store import CacheStore
+from foreglance.ops.base import DeltaShape
 from foreglance.ops.formats import FORMATS, quantise
-from foreglance.ops.linear import PATHS
 from foreglance.ops.native import NativeOps, native_module
-from foreglance.ops.torch_ops import TorchOps
+from foreglance.request import SamplingParams
+from foreglance.sampling import pick
 
 native = native_module()
 pytestmark = pytest.mark.skipif(native is None, reason="the package was installed without a compiler")
 SETS = native.usable() if native is not None else []
 WIDTHS = (1, 3, 16, 40, 64, 100, 192)
-
-
-def twin(weights):
-    """The torch path that computes the same thing: the last one of its format."""
-    return TorchOps([path for path in PATHS if path.weights == weights][-1])
 
 
 @pytest.fixture(params=SETS)
@@ -159,3 +161,98 @@ def test_bits_do_not_depend_on_the_number_of_threads():
     native.threads(1)
     for out in outs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(out, outs[0], strict=True))
+
+
+SPECS = (KVSpec(2, 24), KVSpec(2, 24, 20), RecurrentSpec(((3, 2 * 2 * 16 + 4 * 24), (4, 16, 24))))
+HOW = DeltaShape(2, 4, 16, 24, 1e-6)
+CHANNELS = SPECS[2].shapes[0][1]
+CONV = torch.randn(CHANNELS, 4, generator=torch.Generator().manual_seed(9))
+HELD = {0: 150, 1: 37}  # rows of two sequences
+STEPS = (({0: 5, 1: 3}, {0: 3, 1: 2}), ({0: 1, 1: 16}, {0: 1, 1: 0}), ({0: 2, 1: 2}, {0: 2, 1: 1}))  # rows, kept rows
+
+
+def held_rows():
+    """A store whose sequences hold rows and states."""
+    store, generator = CacheStore(SPECS), torch.Generator().manual_seed(8)
+    for sequence, count in HELD.items():
+        store.open(sequence)
+        store.reserve(sequence, count)
+        for layer in store[sequence].layers[:2]:
+            layer.write(0, *torch.randn(2, count, 2, 24, generator=generator))
+        state = tuple(torch.randn(shape, generator=generator) for shape in SPECS[2].shapes)
+        store[sequence].layers[2].write(count, state)
+        store.commit(sequence, count, (count,))
+    return store
+
+
+def few_of(store, counts):
+    parts, start = [], 0
+    for sequence, count in counts.items():
+        store.reserve(sequence, count)
+        for layer in store[sequence].recurrent:
+            layer.make_room(count)
+        parts.append(FewPart(start, count, store[sequence].rows, store[sequence]))
+        start += count
+    return Few.of(parts)
+
+
+def inputs_of_step(number, count):
+    generator = torch.Generator().manual_seed(100 + number)
+    fused = torch.randn(count, 8 * 24, generator=generator).view(count, 8, 24)  # query, keys and values lie together
+    mixed = torch.randn(count, CHANNELS, generator=generator)
+    gates = torch.rand(2, count, 4, generator=generator)
+    return fused, mixed, -gates[0], gates[1]
+
+
+def computed(ops, store, counts, fused, mixed, decay, beta):
+    few, outs = few_of(store, counts), []
+    for layer in (0, 1):
+        ops.write_few(few, layer, fused[:, 4:6], fused[:, 6:])
+        outs.append(ops.attend_few(few, layer, fused[:, :4], 24**-0.5))
+    return [*outs, ops.delta_few(few, 2, mixed, decay, beta, CONV, HOW)]
+
+
+def test_rows_over_caches_are_those_of_the_twin_and_of_rows_alone(instructions, threads):
+    """Several steps of two sequences with roll-back, on a cache of all rows, a window and a recurrent state."""
+    ops, other = NativeOps(twin("fp32"), "fp32"), twin("fp32")
+    together, plain, alone = held_rows(), held_rows(), held_rows()
+    for number, (counts, kept) in enumerate(STEPS):
+        inputs = inputs_of_step(number, sum(counts.values()))
+        got = computed(ops, together, counts, *inputs)
+        for mine, twins in zip(got, computed(other, plain, counts, *inputs), strict=True):
+            close(mine, twins)
+        first = 0
+        for sequence, count in counts.items():
+            for i in range(kept[sequence]):
+                row = slice(first + i, first + i + 1)
+                single = computed(ops, alone, {sequence: 1}, *(part[row].clone() for part in inputs))
+                assert all(torch.equal(a, b[row]) for a, b in zip(single, got, strict=True))
+                alone.commit(sequence, 1, (1,))
+            first += count
+        for store in (together, plain):
+            for sequence, keep in kept.items():
+                store.commit(sequence, keep, (1,))
+    for sequence in HELD:
+        states = [store[sequence].layers[2].read() for store in (together, plain, alone)]
+        for mine, twins, one in zip(*states, strict=True):
+            close(mine, twins)
+            assert torch.equal(mine, one)
+
+
+@pytest.mark.parametrize("temperature", (0.0, 0.05, 0.8, 3.0))
+def test_picks_are_those_of_sampling(instructions, threads, temperature):
+    ops, generator = NativeOps(twin("fp32"), "fp32"), torch.Generator().manual_seed(11)
+    logits = torch.randn(6, 1000, generator=generator) * 3
+    logits[1, 7] = logits[1, 900] = 40.0  # a tie goes to the lower id
+    picks, cells = np.zeros((2, 6), np.int64), np.zeros(19, np.int64)
+    for row in range(6):
+        cells.view(np.float64)[1 + 3 * row] = temperature
+        cells[2 + 3 * row : 4 + 3 * row] = 2**40 + row, 10 * row
+    tokens = torch.empty(6, dtype=torch.int64)
+    for number in range(2):
+        cells[0] = number
+        ops.pick_rows(logits, tokens, picks, cells)
+        for row in range(6):
+            params = SamplingParams(temperature=temperature, seed=2**40 + row)
+            want = pick(logits[row].numpy(), params, 10 * row + number, (), ())
+            assert picks[number, row] == tokens[row] == want

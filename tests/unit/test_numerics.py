@@ -44,6 +44,7 @@ def test_the_chosen_path_gives_a_row_the_same_bits_in_any_batch(weights):
 def test_a_path_whose_bits_depend_on_the_batch_is_refused(monkeypatch):
     bad = LinearPath("bad", "fp32", lambda weight: weight.float().contiguous(), order_of_summation_by_batch)
     assert not numerics.linear_is_exact(bad, (256, 64), torch.Generator().manual_seed(0))
+    monkeypatch.setenv(numerics.SWITCH, "torch")
     monkeypatch.setattr(numerics, "PATHS", (bad, *PATHS))
     _, report = numerics.choose("fp32", SHAPES, WIDTHS)
     assert "bad" in report.refused and report.linear != "bad"
@@ -81,6 +82,7 @@ def test_row_operations_that_fail_are_computed_one_row_at_a_time(monkeypatch):
 
             return self._by_row(uneven, x)
 
+    monkeypatch.setenv(numerics.SWITCH, "torch")
     monkeypatch.setattr(numerics, "TorchOps", Uneven)
     ops, report = numerics.choose("fp32", SHAPES, WIDTHS)
     assert report.rows_alone and "one row at a time" in str(report)

@@ -1,7 +1,8 @@
 """Where a step's time goes, by operation, in the target and in the draft head.
 
 Times every call of the ops protocol from outside; what no operation covers (Python, views, cache writes) is the rest of
-its forward, and what no forward covers (packing, picks, text) is the rest of the step.
+its forward, and what no forward covers (packing, picks, text) is the rest of the step. Operations are timed one by
+one, so forwards are not run as plans here; `foreglance explain --plan` times the lines of a plan.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from foreglance.engine import Engine
@@ -59,7 +61,8 @@ class TimedOps:
     def __init__(self, ops: Ops, clock: Clock):
         self.name = ops.name
         self.pack_linear = ops.pack_linear
-        timed = {name: clock.timed(name, type(ops).__dict__[name].__get__(ops)) for name in OPERATIONS}
+        self.draft = self
+        timed = {name: clock.timed(name, attrgetter(name)(ops)) for name in OPERATIONS}
         self.__dict__.update(timed)
 
 

@@ -74,7 +74,7 @@ class ModelOptions(JsonOption):
         Path | None,
         _option("--mmproj", panel=MODEL, help="Vision tower of a GGUF model; default: mmproj*.gguf beside it."),
     ] = None
-    weights: Annotated[str, _option("--weights", panel=MODEL, help="auto, fp32 or fp16.")] = Settings.weights
+    weights: Annotated[str, _option("--weights", panel=MODEL, help="auto, fp32, fp16, q8 or q4.")] = Settings.weights
     threads: Annotated[
         int | None,
         _option(

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from foreglance.batch import Batch, InputSpec, Part, pack
 from foreglance.cache.store import CacheStore
 from foreglance.drafters.base import Settled
 from foreglance.models.base import Caches
+from foreglance.models.plans import Guess, Planned
+from foreglance.request import MAX_DEPTH
 from foreglance.sampling import pick
 from foreglance.sequence import Sequence
 
@@ -69,27 +72,75 @@ class ChainRunner:
         return batch, hidden
 
     def begin(self, parts: Many[Part], wanted: Mapping[int, Settled], inputs: InputSpec) -> list[Chain]:
-        """Catch up with what was committed; parts with a scored row begin a chain with its first guess."""
+        """Catch up with what was committed; parts with a scored row begin a chain."""
         if not parts:
             return []
         batch, hidden = self.forward(parts, inputs)
         owners = [wanted[part.sequence] for part in batch.parts if part.num_scored]
         last = hidden[batch.scored]
-        chains = [Chain(one.sequence, one.depth, last[i : i + 1]) for i, one in enumerate(owners)]
-        self._guess(chains, last)
-        return chains
+        return [Chain(one.sequence, one.depth, last[i : i + 1]) for i, one in enumerate(owners)]
 
     def grow(self, chains: Many[Chain], next_part: Callable[[Chain], Part], inputs: InputSpec) -> None:
-        """Deeper guesses, one row per sequence and depth."""
+        """Guesses from the last rows, and deeper ones from a row more per sequence and depth."""
+        if first := [chain for chain in chains if not chain.tokens]:
+            self._guess(first, torch.cat([chain.hidden for chain in first]))
         while alive := [chain for chain in chains if len(chain.tokens) < chain.depth]:
             _, hidden = self.forward([next_part(chain) for chain in alive], inputs)
             for i, chain in enumerate(alive):
                 chain.hidden = hidden[i : i + 1]
             self._guess(alive, hidden)
 
+    def guess_by_itself(self, chains: Many[Chain], next_position: Callable[[Chain], np.ndarray]) -> None:
+        """What `grow` does, in one native call for as many guesses as all of them still want: where the model's rows
+        are recorded and nothing but temperature decides a pick. Else leaves the rest to it.
+
+        `next_position` gives the position [axes] of a chain's next row.
+        """
+        while alive := [chain for chain in chains if len(chain.tokens) < chain.depth]:
+            plan = None
+            if isinstance(self._model, Planned) and all(picks_plainly(chain.sequence) for chain in alive):
+                plan = self._model.plans.chain(len(alive), self._model.logits, MAX_DEPTH)
+            if plan is None or any(self._store[chain.sequence.id].recurrent for chain in alive):
+                return
+            depth = min(chain.depth - len(chain.tokens) for chain in alive)
+            num_rows = depth - (not alive[0].tokens)
+            guesses = []
+            for chain in alive:
+                self._store.reserve(chain.sequence.id, num_rows)
+                guesses.append(self._start(chain, next_position(chain)))
+            tokens, hidden = plan.run(guesses, depth)
+            for i, (chain, guess) in enumerate(zip(alive, guesses, strict=True)):
+                chain.tokens += tokens[:, i].tolist()
+                chain.hidden = hidden[i : i + 1]
+                self._store.commit(chain.sequence.id, num_rows, tuple((guess.position + num_rows - 1).tolist()))
+
+    def _start(self, chain: Chain, position: np.ndarray) -> Guess:
+        params, sequence = chain.sequence.request.sampling, chain.sequence
+        return Guess(
+            self._store[sequence.id],
+            position,
+            chain.hidden,
+            chain.tokens[-1] if chain.tokens else None,
+            params.temperature,
+            params.seed,
+            len(sequence.generated) + len(chain.tokens),
+        )
+
     def _guess(self, chains: Many[Chain], hidden: Tensor) -> None:
         if chains:
             extend(chains, fit(self._model.logits(hidden).numpy(), self._vocab_size))
+
+
+def picks_plainly(sequence: Sequence) -> bool:
+    """Whether temperature and noise alone decide a pick, so that native code can make it."""
+    params = sequence.request.sampling
+    return (
+        sequence.guide is None
+        and not params.logit_bias
+        and params.repetition_penalty == 1
+        and not (params.presence_penalty or params.frequency_penalty)
+        and (params.temperature == 0 or not (params.top_k or params.top_p < 1 or params.min_p))
+    )
 
 
 def extend(chains: Many[Chain], logits: np.ndarray) -> None:

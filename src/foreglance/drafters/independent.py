@@ -104,11 +104,11 @@ class IndependentDrafter:
         # 2. who must catch up now: those that draft, those in prefill, and those that waited long
         due = [self._within_context(one) for one in settled if one.depth or self._must_catch_up(one.sequence)]
         due = [one for one in due if one.sequence.undrafted is None]
-        # 3. catch up and make the first guess in one batch; one that waited long does so in pieces
+        # 3. catch up in one batch; one that waited long does so in pieces
         while behind := [one for one in due if self._num_waiting(one.sequence.id) > MAX_WAITING]:
             self._runner.forward([self._part(one.sequence.id, MAX_WAITING, 0) for one in behind], self._spec.inputs)
         chains = self._catch_up([one for one in due if self._num_waiting(one.sequence.id)])
-        # 4. deeper guesses, on rows that stay until the target has spoken
+        # 4. guess, on rows that stay until the target has spoken
         self._runner.grow(chains, self._next_part, self._spec.inputs)
         return {chain.sequence.id: tuple(chain.tokens) for chain in chains}
 

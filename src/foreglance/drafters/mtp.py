@@ -60,12 +60,13 @@ class MtpDrafter:
         if not due:
             return {}
         inputs = inputs_of(self._head, [one.sequence for one in due])
-        # 3. catch up and make the first guess in one batch
+        # 3. catch up in one batch
         parts = [self._due_part(self._lanes[one.sequence], one.depth) for one in due]
         wanted = {one.sequence.id: one for one in due}
         chains = self._runner.begin([part for part in parts if part is not None], wanted, inputs)
-        # 4. deeper guesses, on rows that are given back
+        # 4. guess, on rows that are given back
         marks = {chain.sequence.id: self._store.checkpoint(chain.sequence.id) for chain in chains}
+        self._runner.guess_by_itself(chains, self._next_position)
         self._runner.grow(chains, self._next_part, inputs)
         for sequence, mark in marks.items():
             self._store.restore(sequence, mark)
@@ -84,6 +85,10 @@ class MtpDrafter:
             return None
         hidden = states if len(rows) == len(states) else states[torch.from_numpy(rows.target_row - first)]
         return lane.part(rows, hidden, 1 if depth and not lane.sequence.in_prefill else 0)
+
+    def _next_position(self, chain: Chain) -> np.ndarray:
+        row = self._store[chain.sequence.id].rows
+        return self._lanes[chain.sequence].map.positions(row, row + 1).coords[:, 0]
 
     def _next_part(self, chain: Chain) -> Part:
         """The row after the last: input is the last guess, state is the head's own."""

@@ -106,6 +106,8 @@ class RowMap:
     def rows(self, start: int, stop: int, guesses: Many[int] = ()) -> DraftRows:
         """Draft rows for target rows [start, stop), whose inputs start + shift .. stop + shift - 1 must be known, or
         guessed: `guesses` are taken as the tokens behind the known ones."""
+        if start >= len(self._kept) + 1 and not guesses:
+            return self._behind_the_prompt(start, stop)
         token_ids, image, offset = self._inputs(start + self.shift, stop + self.shift, guesses)
         kept = np.ones(stop - start, bool)
         in_prompt = max(0, min(stop, len(self._kept)) - start)
@@ -122,6 +124,12 @@ class RowMap:
             self.positions(self.count(start), self.count(stop)),
             in_image[kept],
         )
+
+    def _behind_the_prompt(self, start: int, stop: int) -> DraftRows:
+        """Rows of generated tokens alone, which every policy keeps."""
+        token_ids, image, offset = self._sequence.inputs(start + self.shift, stop + self.shift)
+        positions = self.positions(self.count(start), self.count(stop))
+        return DraftRows(np.arange(start, stop), token_ids, image, offset, positions, np.zeros(len(image), bool))
 
     def _inputs(self, start: int, stop: int, guesses: Many[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Token ids, image indices and offsets of rows [start, stop)."""

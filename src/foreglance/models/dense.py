@@ -25,6 +25,7 @@ from foreglance.images import Picture
 from foreglance.models.attention import attend
 from foreglance.models.base import Caches, ModelError, ModelSpec, tiles_of
 from foreglance.models.layers import RotaryTable, default_inv_freq, embed_rows, rotary_table
+from foreglance.models.plans import Plans
 from foreglance.models.weights import Weights, take_output
 from foreglance.ops.base import Ops, PackedLinear
 from foreglance.prompt import ImageInput, OneAxis
@@ -244,8 +245,12 @@ class Dense:
         self._norm = load.norm("norm", shape.hidden)
         head = load.prefix.removesuffix("model.") + "lm_head.weight"
         self._output = load.ops.pack_linear(take_output(load.weights, self._table, tied, head))
+        self.plans = Plans(load.ops, self._forward)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
+        return self.plans(batch, caches)
+
+    def _forward(self, batch: Batch, caches: Caches) -> Tensor:
         angles = {kind: table.angles(self._ops, batch.positions) for kind, table in self._rotary.items()}
         x = embed_rows(self._ops, self._table, batch)
         if self._embedding_scale is not None:

@@ -16,7 +16,7 @@ Layers that read the same input are fused into one product at load: [query, key,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from foreglance.models.base import Caches, ModelError, ModelSpec, tiles_of
 from foreglance.models.gemma4_vision import GemmaVision
 from foreglance.models.layers import RotaryTable, default_inv_freq, rotary_table
 from foreglance.models.moe import Experts, Routing, expert_shapes
+from foreglance.models.plans import Plans
 from foreglance.models.vision import no_tower
 from foreglance.models.weights import Weights
 from foreglance.ops.base import Blocks, Ops, PackedLinear
@@ -250,7 +251,8 @@ class Attention:
         s = self._layer
         mixed = self._ops.linear(x, self._in, view.blocks).view(len(x), -1, s.head_size)
         if s.tied and not s.shares:
-            mixed = torch.cat([mixed, mixed[:, s.heads :]], 1)
+            flat = mixed.view(len(x), -1)
+            mixed = self._ops.joined(flat, flat[:, s.heads * s.head_size :]).view(len(x), -1, s.head_size)
         normed = self._ops.rms_norm(mixed, self._norms, self._eps)
         turned = self._ops.rotary(normed[:, : s.turned], *view.angles[s.kind])
         if s.shares:
@@ -403,11 +405,12 @@ class Gemma4:
         self.vision: GemmaVision | None = None
         self.table = load.tensor("embed_tokens.weight", spec.vocab_size, shape.hidden)
         self.output = load.ops.pack_linear(self.table)
-        self._placeholders, self._padding, self._softcap = torch.tensor(placeholders), padding, softcap
+        self._placeholders, self._padding, self._softcap = frozenset(placeholders), padding, softcap
         self._per_layer = PerLayerTable(load, shape, spec.vocab_size) if shape.per_layer else None
         layers = [Layer(load.at(f"layers.{i}"), shape, layer) for i, layer in enumerate(shape.layers)]
         self._writers, self._readers = layers[: len(spec.caches)], layers[len(spec.caches) :]
         self._norm = load.norm("norm", shape.hidden)
+        self.plans = Plans(load.ops, self._forward)
 
     @property
     def lends(self) -> dict[str, int]:
@@ -418,10 +421,19 @@ class Gemma4:
         return self.ops.scaled(self.ops.embedding(self.table, token_ids), self.shape.hidden**0.5)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
-        """States of chunk rows that are not scored are not computed if layers share caches: they are not a number."""
+        """States of chunk rows that are not scored are not computed if layers share caches: they are not a number.
+        Placeholder tokens count as padding."""
+        if not self._placeholders.isdisjoint(batch.token_ids.tolist()):
+            is_one = torch.isin(batch.token_ids, torch.tensor(sorted(self._placeholders)))
+            batch = replace(batch, token_ids=torch.where(is_one, self._padding, batch.token_ids))
+        return self.plans(batch, caches)
+
+    def _forward(self, batch: Batch, caches: Caches) -> Tensor:
         x, own = self._inputs(batch)
         x = self._run(self._writers, x, own, batch, caches)
-        if not self._readers:
+        if batch.num_few == batch.num_rows:
+            x = self._run(self._readers, x, own, batch, caches, len(self._writers))
+        if not self._readers or batch.num_few == batch.num_rows:
             return self.ops.rms_norm(x, self._norm, self.shape.eps)
         wanted, at = batch.wanted()
         out = torch.full_like(x, NEVER_COMPUTED)
@@ -432,9 +444,9 @@ class Gemma4:
         return out
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Embeddings [n, h] and per-layer inputs [n, layers, width]. Placeholder tokens count as padding, and so do
-        image rows where only a token is asked for."""
-        token_ids = torch.where(torch.isin(batch.token_ids, self._placeholders), self._padding, batch.token_ids)
+        """Embeddings [n, h] and per-layer inputs [n, layers, width]. Image rows count as padding where only a token is
+        asked for."""
+        token_ids = batch.token_ids
         x = self.embed(token_ids)
         if batch.image_rows is not None:
             assert batch.embeds is not None

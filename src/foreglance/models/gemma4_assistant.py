@@ -120,7 +120,7 @@ def load(name: str, folder: Path, config: Any, target: Target) -> Gemma4Assistan
         reads=tuple(Read(lender.lends[kind], _layer(shape, kind).window) for kind in kinds),
     )
     weights = Weights(folder)
-    loader = Loader(lender.ops, weights, "")
+    loader = Loader(lender.ops.draft, weights, "")
     rotary = {kind: rotary_of(text, shape, kind, lender.spec.context) for kind in kinds}
     model = Gemma4Assistant(spec, shape, loader, lender, rotary)
     if values.get("use_ordered_embeddings"):

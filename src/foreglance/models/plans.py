@@ -10,20 +10,30 @@ else in a plan depends on values. A forward that computes something outside `ops
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foreglance.batch import TILE, Batch, Few
+from foreglance.batch import TILE, Batch, Few, Holder
 from foreglance.models.base import Caches
 from foreglance.ops.base import Ops
-from foreglance.ops.native import ARGS_OF_A_LINE, NativeOps
+from foreglance.ops.native import Lines, NativeOps
 
 log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """A model whose forward may be recorded."""
+
+    plans: Plans
+
+
 Forward = Callable[[Batch, Caches], Tensor]
 # What makes no new numbers: views, and buffers that kernels fill.
 VIEWS = {
@@ -61,15 +71,6 @@ class Record:
     def keep(self, buffer: Tensor) -> None:
         self.buffers.append(buffer)
 
-    def lines(self) -> np.ndarray:
-        """int64 [calls, 1 + arguments]: what `_native.run` reads; numbers with a fraction keep their bits."""
-        lines = np.zeros((len(self.calls), 1 + ARGS_OF_A_LINE), np.int64)
-        for line, (kernel, args) in zip(lines, self.calls, strict=True):
-            line[0] = kernel
-            for i, arg in enumerate(args, 1):
-                line[i] = np.float64(arg).view(np.int64) if isinstance(arg, float) else arg
-        return lines
-
 
 class Plan:
     """The calls for `batch.num_rows` few rows, and the buffers for what changes."""
@@ -81,13 +82,13 @@ class Plan:
         self.table = np.zeros(1 + 4 * batch.num_rows, np.int64)
         self.record = Record()
         self.output: Tensor | None = None
-        self.lines = np.zeros((0, 0), np.int64)
-        self._ids, self._coords = self.token_ids.numpy(), self.positions.numpy()
+        self.lines = Lines([])
+        self.ids, self.coords = self.token_ids.numpy(), self.positions.numpy()
 
     def load(self, batch: Batch, few: Few) -> None:
         """Put a batch's own values into the buffers."""
-        self._ids[:] = batch.token_ids.numpy()
-        self._coords[:] = batch.positions.numpy()
+        self.ids[:] = batch.token_ids.numpy()
+        self.coords[:] = batch.positions.numpy()
         if self.hidden is not None:
             self.hidden.copy_(batch.hidden)
         self.table[: len(few.table)] = few.table
@@ -103,6 +104,66 @@ class Plan:
         )
 
 
+@dataclass(frozen=True)
+class Guess:
+    """What guessing for a sequence begins with: where its rows lie, the position [axes] of its next row, the state
+    [1, h] of its last one, what was guessed from that (None: nothing yet), and how it picks."""
+
+    holder: Holder
+    position: np.ndarray
+    hidden: Tensor
+    token: int | None
+    temperature: float
+    seed: int
+    index: int
+
+
+class ChainPlan:
+    """A draft head's guesses: logits and picks of the last rows, and then its forward of one more row per sequence
+    before logits and picks, as often as there are guesses to make."""
+
+    def __init__(self, ops: NativeOps, plan: Plan, logits: Callable[[Tensor], Tensor], deepest: int):
+        assert plan.output is not None and plan.hidden is not None
+        n = len(plan.token_ids)
+        self._ops, self._plan = ops, plan
+        self._picks = np.zeros((deepest, n), np.int64)
+        self._cells = np.zeros(1 + 3 * n, np.int64)
+        self._floats = self._cells.view(np.float64)
+        onward, picking = Record(), Record()
+        try:
+            with _OnlyViews():
+                ops.recorder = onward
+                ops.copied(plan.output, plan.hidden)
+                ops.advance(self._cells, Few((), plan.table), plan.positions)
+                ops.recorder = picking
+                ops.pick_rows(logits(plan.hidden), plan.token_ids, self._picks, self._cells)
+        finally:
+            ops.recorder = None
+        self._buffers = picking.buffers
+        self._pick = Lines(picking.calls)
+        copied, advanced = onward.calls
+        self._grow = Lines([*plan.record.calls, copied, *picking.calls, advanced])
+
+    def run(self, guesses: Sequence[Guess], depth: int) -> tuple[np.ndarray, Tensor]:
+        """-> tokens int64 [depth, n], and the states [n, h] of the rows that the last ones were picked from. All
+        guesses begin alike: with a token, or all without."""
+        plan, cells, first = self._plan, self._cells, guesses[0].token is None
+        assert plan.hidden is not None
+        table, cells[0], plan.table[0] = plan.table, 0, len(guesses)
+        for i, one in enumerate(guesses):
+            plan.ids[i] = one.token or 0
+            plan.coords[:, i] = one.position
+            plan.hidden[i] = one.hidden[0]
+            table[1 + 4 * i : 5 + 4 * i] = i, 1, one.holder.rows, one.holder.addresses
+            self._floats[1 + 3 * i] = one.temperature
+            cells[2 + 3 * i : 4 + 3 * i] = np.uint64(one.seed).astype(np.int64), one.index
+        if first:
+            self._ops.run(self._pick)
+            cells[0] = 1
+        self._ops.run(self._grow, depth - first)
+        return self._picks[:depth].copy(), plan.hidden.clone()
+
+
 class Plans:
     """A family's forward, recorded where that can be done."""
 
@@ -110,6 +171,7 @@ class Plans:
         self._ops = ops if isinstance(ops, NativeOps) else None
         self._forward = forward
         self._plans: dict[int, Plan] = {}
+        self._chains: dict[int, ChainPlan | None] = {}
         self._met: set[int] = set()
         self.refused: str | None = None  # what the forward computes that no kernel does
 
@@ -138,6 +200,20 @@ class Plans:
         assert plan.output is not None
         return plan.output.clone()
 
+    def chain(self, num_rows: int, logits: Callable[[Tensor], Tensor], deepest: int) -> ChainPlan | None:
+        """The plan of guesses for `num_rows` sequences; None while their forward is not recorded, or if `logits`
+        cannot be."""
+        plan = self._plans.get(num_rows)
+        if plan is None or self._ops is None:
+            return None
+        if num_rows not in self._chains:
+            try:
+                self._chains[num_rows] = ChainPlan(self._ops, plan, logits, deepest)
+            except NotRecordable as error:
+                log.info("guesses are not recorded: logits compute %s outside the kernels", error)
+                self._chains[num_rows] = None
+        return self._chains[num_rows]
+
     def _recorded(self, ops: NativeOps, batch: Batch, caches: Caches) -> Tensor:
         plan, few = Plan(batch), batch.few(caches)
         plan.load(batch, few)
@@ -151,6 +227,6 @@ class Plans:
             return self._forward(batch, caches)
         finally:
             ops.recorder = None
-        plan.lines = plan.record.lines()
+        plan.lines = Lines(plan.record.calls)
         self._plans[batch.num_rows] = plan
         return plan.output.clone()

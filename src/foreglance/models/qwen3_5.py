@@ -403,10 +403,12 @@ def load(
     model = Qwen3_5(spec, variant, text, Loader(ops, weights, trunk), _rotary(text, context))
     tied = bool(values.get("tie_word_embeddings", text.get("tie_word_embeddings")))
     name_of_output = next((output for output in OUTPUTS if output in weights), OUTPUTS[0])
-    model.output = ops.pack_linear(take_output(weights, model.table, tied, name_of_output))
+    output = take_output(weights, model.table, tied, name_of_output)
+    model.output = ops.pack_linear(output)
     if values.get("vision_config") and any(weights.names(TOWER)):
         model.vision = QwenVision(folder, config.vision_config, weights, TOWER)
-    model.head = _mtp(ops, weights, text, variant, spec, model)
+    of_drafts = model.output if ops.draft is ops else ops.draft.pack_linear(output)
+    model.head = _mtp(ops.draft, weights, text, variant, spec, model, of_drafts)
     weights.finish()
     return model
 
@@ -436,7 +438,13 @@ def _rotary(text: dict[str, Any], context: int) -> RotaryTable:
 
 
 def _mtp(
-    ops: Ops, weights: Weights, text: dict[str, Any], variant: Variant, spec: ModelSpec, model: Qwen3_5
+    ops: Ops,
+    weights: Weights,
+    text: dict[str, Any],
+    variant: Variant,
+    spec: ModelSpec,
+    model: Qwen3_5,
+    output: PackedLinear,
 ) -> MtpHead | None:
     """The head if its tensors are there: converted checkpoints keep the config and lose the tensors, or the other way
     round, so the tensors decide."""
@@ -461,6 +469,5 @@ def _mtp(
         hidden_from=HIDDEN_FROM,
         placeholder=spec.image_token,
     )
-    assert model.output is not None
     mlp = variant.mlp(load.at("layers.0.mlp"), text)
-    return MtpHead(load, shape, head_spec, mlp, model.table, model.output, model.rotary)
+    return MtpHead(load, shape, head_spec, mlp, model.table, output, model.rotary)

@@ -12,9 +12,10 @@ from foreglance.chat_format import ChatFormat
 from foreglance.grammar import Grammars, hugging_face_vocabulary
 from foreglance.models import dense, gemma4, qwen3_5, qwen3_5_moe, step3p7
 from foreglance.models.base import ModelError, Target
-from foreglance.models.weights import find_model, stored_bytes
+from foreglance.models.weights import find_model, num_weights, stored_format
 from foreglance.ops.base import Ops
-from foreglance.ops.numerics import SelfTest, choose
+from foreglance.ops.formats import BITS, FORMATS
+from foreglance.ops.numerics import SelfTest, choose, kernels_are_native
 from foreglance.prompt import Prompter
 from foreglance.settings import Settings
 
@@ -114,8 +115,11 @@ def _load(
     config = family.read_config(folder)
     values = config.to_dict()
     text = values.get("text_config", values)
-    weights = pick_weights(settings.weights, folder)
-    ops, report = choose(weights, *family.shapes_of(values))
+    weights = pick_weights(settings.weights, folder, str(values.get("dtype") or text.get("dtype")))
+    of_drafts = settings.draft_weights
+    if of_drafts == "auto":
+        of_drafts = "q8" if settings.weights == "auto" else "same"
+    ops, report = choose(weights, *family.shapes_of(values), draft_weights=of_drafts)
     tokenizer = load_tokenizer(folder)
     _check_tokenizer(tokenizer, text["vocab_size"], folder)
     context = min(settings.context or DEFAULT_CONTEXT, text["max_position_embeddings"])
@@ -167,12 +171,19 @@ def end_tokens(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozense
     return frozenset(int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None)
 
 
-def pick_weights(wanted: str, folder: Path) -> str:
-    """ "auto" is fp32 while four bytes per parameter fit into half of the memory that is free, else fp16."""
+def pick_weights(wanted: str, folder: Path, stored_as: str = "") -> str:
+    """ "auto" is the format of a GGUF file. Else it loses as little as half of the memory that is free allows: fp32
+    unless the checkpoint has no more than fp16, then fp16, and where native kernels run q8 and q4."""
     if wanted != "auto":
         return wanted
-    stored = stored_bytes(folder)
-    return "fp32" if 2 * stored <= free_memory() / 2 else "fp16"
+    kept, native = stored_format(folder), kernels_are_native()
+    if kept in FORMATS and (native or kept in ("fp32", "fp16")):
+        return kept
+    weights, room = num_weights(folder), free_memory() / 2
+    formats = [name for name in FORMATS if name != "fp32" or stored_as.removeprefix("torch.") != "float16"]
+    if not native:
+        formats = [name for name in formats if name in ("fp32", "fp16")]
+    return next((name for name in formats if weights * BITS[name] / 8 <= room), formats[-1])
 
 
 def free_memory() -> int:

@@ -32,6 +32,7 @@ from foreglance.models.attention import attend
 from foreglance.models.base import Caches, HeadSpec, ModelError, ModelSpec, tiles_of
 from foreglance.models.layers import RotaryTable, default_inv_freq, embed_rows, rotary_table
 from foreglance.models.moe import Experts, Routing, expert_shapes
+from foreglance.models.plans import Plans
 from foreglance.models.step_vision import PROJECTORS, TOWERS, StepVision
 from foreglance.models.vision import no_tower
 from foreglance.models.weights import Weights
@@ -304,8 +305,12 @@ class MtpModule:
         self._embedding_norm, self._hidden_norm = load.norm("enorm", shape.hidden), load.norm("hnorm", shape.hidden)
         self._fuse = load.linear({"eh_proj": shape.hidden}, 2 * shape.hidden)
         self._layer = Layer(load, shape, plan, 0)
+        self.plans = Plans(load.ops, self._forward)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
+        return self.plans(batch, caches)
+
+    def _forward(self, batch: Batch, caches: Caches) -> Tensor:
         ops, eps = self._ops, self._eps
         assert batch.hidden is not None
         embedding = ops.rms_norm(embed_rows(ops, self._table, batch), self._embedding_norm, eps)
@@ -347,8 +352,12 @@ class Step3p7:
         self._layers = [Layer(load.at(f"layers.{i}"), shape, plan, i) for i, plan in enumerate(plans)]
         weight = head if head is not None else load.ops.pack_linear(self.table)
         self.output = Output(load.ops, load.norm("norm", shape.hidden), weight, shape.eps, states)
+        self.plans = Plans(load.ops, self._forward)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
+        return self.plans(batch, caches)
+
+    def _forward(self, batch: Batch, caches: Caches) -> Tensor:
         angles = {kind: table.angles(self._ops, batch.positions) for kind, table in self._rotary.items()}
         x = embed_rows(self._ops, self.table, batch)
         for layer in self._layers:
@@ -433,7 +442,11 @@ def load(
     model = Step3p7(spec, shape, plans, loader, rotary, head, conventions.hidden_from)
     if any(any(weights.names(prefix)) for prefix in TOWERS):
         model.vision = StepVision(folder, config, weights, shape.hidden)
-    model.head = _mtp(loader, text, shape, limits, model, rotary, conventions)
+    output = model.output
+    if ops.draft is not ops:
+        again = _output_head(ops.draft, weights, text, values) or ops.draft.pack_linear(model.table)
+        output = replace(output, ops=ops.draft, weight=again)
+    model.head = _mtp(Loader(ops.draft, weights, trunk), text, shape, limits, model, output, rotary, conventions)
     weights.finish()
     return model
 
@@ -489,6 +502,7 @@ def _mtp(
     shape: Shape,
     limits: Limits,
     target: Step3p7,
+    target_output: Output,
     rotary: dict[str, RotaryTable],
     conventions: Conventions,
 ) -> MtpHead | MtpModule | None:
@@ -507,7 +521,7 @@ def _mtp(
         if plan.kind not in rotary:
             raise ModelError(f"MTP layer {layer} is of kind {plan.kind}, which the trunk has not")
         spec = _head_spec(target, (shape.cache(plan.kind),), 1, conventions)
-        output = _mtp_output(load, target.output, shape, conventions)
+        output = _mtp_output(load, target_output, shape, conventions)
         modules.append(MtpModule(load, shape, plan, spec, target, rotary[plan.kind], output))
     if len(modules) < 2:
         return modules[0] if modules else None

@@ -49,6 +49,11 @@ class Ops(Protocol):
 
     name: str
 
+    @property
+    def draft(self) -> Ops:
+        """The operations of draft heads, perhaps on smaller weights: their numbers change no token."""
+        ...
+
     def pack_linear(self, weight: Tensor) -> PackedLinear:
         """weight [out, in] -> packed; the original may be dropped."""
         ...

@@ -36,6 +36,19 @@ def native_module() -> ModuleType | None:
     return _native
 
 
+class Lines:
+    """Recorded calls as `_native.run` reads them: int64 [calls, 1 + `ARGS_OF_A_LINE`]; numbers with a fraction keep
+    their bits."""
+
+    def __init__(self, calls: Sequence[tuple[int, Sequence[int | float]]]):
+        self.cells = np.zeros((len(calls), 1 + ARGS_OF_A_LINE), np.int64)
+        for line, (kernel, args) in zip(self.cells, calls, strict=True):
+            line[0] = kernel
+            for i, arg in enumerate(args, 1):
+                line[i] = np.float64(arg).view(np.int64) if isinstance(arg, float) else arg
+        self.address, self.count = self.cells.ctypes.data, len(calls)
+
+
 class Recorder(Protocol):
     """Hears of every kernel call and of every buffer that is made for one."""
 
@@ -74,16 +87,22 @@ def pack(weight: Tensor | Quantised, format: str) -> NativeLinear:
 class NativeOps(TorchOps):
     """`Ops` on native kernels, for weights of one format."""
 
-    def __init__(self, fallback: TorchOps, weights: str):
+    def __init__(self, fallback: TorchOps, weights: str, draft_weights: str | None = None):
+        """`draft_weights`: the format of draft heads; None: the same."""
         super().__init__(fallback.path)
         assert _native is not None
         self._n = _native
         self._weights = weights
         self.name = f"native/{_native.using()}/{weights}"
         self.recorder: Recorder | None = None
+        self._draft = self if draft_weights in (None, weights) else NativeOps(fallback, str(draft_weights))
         # Held with what they were made from, so that an address is never another tensor's.
         self._convolutions: dict[int, tuple[Tensor, Tensor]] = {}
         self._experts: dict[int, tuple[Sequence[NativeLinear], np.ndarray]] = {}
+
+    @property
+    def draft(self) -> NativeOps:
+        return self._draft
 
     def _call(self, kernel: int, *args: int | float) -> None:
         self._n.call(kernel, *args)
@@ -96,16 +115,36 @@ class NativeOps(TorchOps):
             self.recorder.keep(out)
         return out
 
-    def run(self, lines: np.ndarray) -> None:
-        """Repeat recorded calls: lines int64 [calls, 1 + `ARGS_OF_A_LINE`]."""
-        self._n.run(lines.ctypes.data, len(lines))
+    def run(self, lines: Lines, times: int = 1) -> None:
+        """Repeat recorded calls."""
+        self._n.run(lines.address, lines.count, times)
+
+    def pick_rows(self, logits: Tensor, token_ids: Tensor, picks: np.ndarray, cells: np.ndarray) -> None:
+        """Pick a token for each row [n, vocab] as `sampling.pick` does without filters: into `token_ids` [n] and behind
+        the picks that there are, picks int64 [depth, n]. cells: how many there are, then for each row its temperature
+        (the bits of a float64), its seed and the number of its first token."""
+        n, vocab = logits.shape
+        self._call(
+            self._n.pick_rows, logits.data_ptr(), token_ids.data_ptr(), picks.ctypes.data, cells.ctypes.data, n, vocab,
+            logits.stride(0),
+        )  # fmt: skip
+
+    def advance(self, cells: np.ndarray, few: Few, positions: Tensor) -> None:
+        """One more pick in `cells`; every part of `few` one row further, and positions [axes, n] one coordinate."""
+        axes, n = positions.shape
+        self._call(self._n.advance, cells.ctypes.data, few.address, positions.data_ptr(), n, axes)
+
+    def copied(self, x: Tensor, out: Tensor) -> None:
+        """x [n, h] into `out`."""
+        n, h = x.shape
+        self._call(self._n.copy, x.data_ptr(), out.data_ptr(), n, h, x.stride(0), out.stride(0))
 
     def pack_linear(self, weight: Tensor | Quantised) -> NativeLinear:
         return pack(weight, self._weights)
 
     def linear(self, x: Tensor, weight: NativeLinear, blocks: Blocks) -> Tensor:
         x = _rows(x)
-        n, (num_out, num_in) = len(x), weight.shape
+        n, (num_out, num_in) = x.shape[0], weight.shape
         out = self._new(n, num_out)
         data, scales = weight.addresses
         if weight.scales is None:
@@ -124,7 +163,7 @@ class NativeOps(TorchOps):
 
     def embedding(self, table: Tensor, token_ids: Tensor) -> Tensor:
         token_ids = token_ids.contiguous()
-        n, h = len(token_ids), table.shape[1]
+        n, h = token_ids.shape[0], table.shape[1]
         out = self._new(n, h)
         self._call(self._n.embed, table.data_ptr(), TYPES[table.dtype], token_ids.data_ptr(), out.data_ptr(), n, h)
         return out
@@ -138,14 +177,14 @@ class NativeOps(TorchOps):
 
     def scaled(self, x: Tensor, factor: float) -> Tensor:
         out = self._new(*x.shape)
-        flat = x.reshape(len(x), -1)
+        flat = x.reshape(x.shape[0], -1)
         n, h = flat.shape
         self._call(self._n.scale, flat.data_ptr(), out.data_ptr(), n, h, flat.stride(0), float(factor))
         return out
 
     def joined(self, x: Tensor, y: Tensor) -> Tensor:
         x, y = _rows(x), _rows(y)
-        n, left, right = len(x), x.shape[1], y.shape[1]
+        n, left, right = x.shape[0], x.shape[1], y.shape[1]
         out = self._new(n, left + right)
         for part, width, at in ((x, left, 0), (y, right, left)):
             address = out.data_ptr() + 4 * at
@@ -191,7 +230,7 @@ class NativeOps(TorchOps):
 
     def _gate_mul(self, x: Tensor, kind: int, limit: float) -> Tensor:
         x = _rows(x)
-        n, inner = len(x), x.shape[1] // 2
+        n, inner = x.shape[0], x.shape[1] // 2
         out = self._new(n, inner)
         self._call(self._n.gate_mul, x.data_ptr(), out.data_ptr(), n, inner, x.stride(0), kind, limit)
         return out
@@ -220,13 +259,13 @@ class NativeOps(TorchOps):
     def l2_norm(self, x: Tensor, eps: float) -> Tensor:
         out = self._new(*x.shape)
         x = _rows(x.reshape(-1, x.shape[-1]))
-        self._call(self._n.l2_norm, x.data_ptr(), out.data_ptr(), len(x), x.shape[1], x.stride(0), eps)
+        self._call(self._n.l2_norm, x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], x.stride(0), eps)
         return out
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         x = _rows(x)
         out = self._new(*x.shape)
-        self._call(self._n.softcap, x.data_ptr(), out.data_ptr(), len(x), x.shape[1], x.stride(0), float(cap))
+        self._call(self._n.softcap, x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], x.stride(0), float(cap))
         return out
 
     def write_few(self, few: Few, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -261,7 +300,7 @@ class NativeOps(TorchOps):
     def delta_few(
         self, few: Few, layer: int, mixed: Tensor, log_decay: Tensor, beta: Tensor, conv: Tensor, how: DeltaShape
     ) -> Tensor:
-        mixed, n, channels, width = _rows(mixed), len(mixed), conv.shape[0], conv.shape[1]
+        mixed, n, channels, width = _rows(mixed), mixed.shape[0], conv.shape[0], conv.shape[1]
         by_width = self._transposed(conv)
         convolved, out = self._new(n, channels), self._new(n, how.v_heads, how.v_size)
         self._call(

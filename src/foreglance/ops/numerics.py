@@ -19,6 +19,7 @@ from foreglance.ops.linear import PATHS, LinearPath
 from foreglance.ops.native import NativeOps, native_module
 from foreglance.ops.torch_ops import TorchOps
 
+SWITCH = "FOREGLANCE_KERNELS"  # environment variable: "torch" leaves the native kernels aside
 MAX_TEST_ROWS = 8192  # output rows of a weight that the test multiplies
 
 
@@ -40,13 +41,22 @@ class SelfTest:
         return text + (f"; refused here: {', '.join(self.refused)}" if self.refused else "")
 
 
+def kernels_are_native() -> bool:
+    """Whether the compiled kernels are there and not switched off."""
+    return native_module() is not None and os.environ.get(SWITCH, "native") != "torch"
+
+
 def choose(
-    weights: str, shapes: Iterable[tuple[int, int]], widths: Iterable[int], experts: Iterable[tuple[int, int]] = ()
+    weights: str,
+    shapes: Iterable[tuple[int, int]],
+    widths: Iterable[int],
+    experts: Iterable[tuple[int, int]] = (),
+    draft_weights: str = "same",
 ) -> tuple[TorchOps, SelfTest]:
     """Test the native kernels, then torch's paths, for weights of one format and take the first that passes.
 
     shapes: (out, in) of the model's weights; widths: of its rows, heads and gates; experts: (hidden, inner) of a
-    mixture's experts.
+    mixture's experts; draft_weights: the format of draft heads, where native kernels run.
     """
     generator = torch.Generator().manual_seed(0)
     shapes, widths, experts = sorted(set(shapes)), sorted(set(widths)), sorted(set(experts))
@@ -58,10 +68,10 @@ def choose(
         )
 
     refused = []
-    native = native_module() if os.environ.get("FOREGLANCE_KERNELS", "torch") == "native" else None
+    native = native_module() if kernels_are_native() else None
     if native is not None:
         native.threads(torch.get_num_threads())
-        ops = NativeOps(TorchOps(candidates[-1]), weights)
+        ops = NativeOps(TorchOps(candidates[-1]), weights, None if draft_weights == "same" else draft_weights)
         if all(linear_is_exact(ops, shape, generator) for shape in shapes) and rows_and_experts_are_exact(ops):
             return ops, SelfTest(weights, ops.name, False, torch.get_num_threads(), ())
         refused.append(ops.name)

@@ -33,6 +33,10 @@ class TorchOps:
         self.path = path
         self._rows_alone = rows_alone
 
+    @property
+    def draft(self) -> TorchOps:
+        return self
+
     def pack_linear(self, weight: Tensor) -> Packed:
         return self.path.pack_linear(weight)
 

@@ -609,25 +609,91 @@ static void softcap(const Arg *a, int part, int parts) {
     }
 }
 
-/* logits [n, v], out int64 [n], n, v, ld: the first of the largest */
-static void top(const Arg *a, int part, int parts) {
-    int64_t v = a[3].i, from, to;
-    share(a[2].i, part, parts, &from, &to);
-    for (int64_t i = from; i < to; i++) {
-        const float *x = (const float *)a[0].p + i * a[4].i;
-        vf best = splat(-INFINITY);
-        int64_t j = 0, at = 0;
-        for (; j + W <= v; j += W) {
-            vf y = load(x + j);
-            vi more = y > best;
-            best = (vf)(((vi)y & more) | ((vi)best & ~more));
-        }
-        float most = best[0];
-        for (int l = 1; l < W; l++) most = best[l] > most ? best[l] : most;
-        for (; j < v; j++) most = x[j] > most ? x[j] : most;
-        while (at < v - 1 && x[at] != most) at++;
-        ((int64_t *)a[1].p)[i] = at;
+INLINE int64_t first_of_most(const float *x, int64_t v) {
+    vf best = splat(-INFINITY);
+    int64_t j = 0, at = 0;
+    for (; j + W <= v; j += W) {
+        vf y = load(x + j);
+        vi more = y > best;
+        best = (vf)(((vi)y & more) | ((vi)best & ~more));
     }
+    float most = best[0];
+    for (int l = 1; l < W; l++) most = best[l] > most ? best[l] : most;
+    for (; j < v; j++) most = x[j] > most ? x[j] : most;
+    while (at < v - 1 && x[at] != most) at++;
+    return at;
+}
+
+#define GOLDEN 0x9E3779B97F4A7C15u
+
+INLINE uint64_t mix(uint64_t x) { /* the finaliser of splitmix64 (Steele, Lea and Flood, 2014) */
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+/* The noise of foreglance.sampling.gumbel_noise, from its uniform number. */
+INLINE double gumbel(double uniform) { return -log(-log(uniform)); }
+
+INLINE double uniform_of(uint64_t key, int64_t token) {
+    return ((double)(mix(key + GOLDEN * ((uint64_t)token + 1)) >> 11) + 0.5) * 0x1p-53;
+}
+
+/* The first of the largest logit + temperature * noise. Noise beyond g has a chance below exp(-g), so only tokens whose
+   uniform number leaves them a chance against the best so far have theirs computed. */
+INLINE int64_t sampled(const float *x, int64_t v, double temperature, uint64_t seed, int64_t index) {
+    uint64_t key = mix(seed + GOLDEN * ((uint64_t)index + 1));
+    int64_t at = first_of_most(x, v);
+    double best = x[at] + temperature * gumbel(uniform_of(key, at));
+    float inverse = (float)(1.0 / temperature);
+    for (int64_t from = 0; from < v; from += 64) {
+        int64_t count = v - from < 64 ? v - from : 64;
+        double uniform[64];
+        float chance[64];
+        int hopeful = 0;
+        for (int64_t j = 0; j < count; j++) {
+            uniform[j] = uniform_of(key, from + j);
+            chance[j] = exp_((x[from + j] - (float)best) * inverse) * 1.001f;
+            hopeful |= 1.0 - uniform[j] <= chance[j];
+        }
+        if (!hopeful) continue;
+        for (int64_t j = 0; j < count; j++) {
+            if (1.0 - uniform[j] > chance[j]) continue;
+            double score = x[from + j] + temperature * gumbel(uniform[j]);
+            if (score > best || (score == best && from + j < at)) {
+                best = score;
+                at = from + j;
+            }
+        }
+    }
+    return at;
+}
+
+/* logits [n, v], token ids int64 [n], picks int64 [depth, n], cells (how many picks before, then for each row its
+   temperature, seed and the number of its token), n, v, ld: as foreglance.sampling.pick without filters */
+static void pick_rows(const Arg *a, int part, int parts) {
+    int64_t n = a[4].i, from, to;
+    const Arg *cells = a[3].p;
+    share(n, part, parts, &from, &to);
+    for (int64_t i = from; i < to; i++) {
+        const float *x = (const float *)a[0].p + i * a[6].i;
+        const Arg *own = cells + 1 + 3 * i;
+        int64_t before = cells[0].i, token;
+        token = own[0].f == 0 ? first_of_most(x, a[5].i)
+                              : sampled(x, a[5].i, own[0].f, (uint64_t)own[1].i, own[2].i + before);
+        ((int64_t *)a[1].p)[i] = token;
+        ((int64_t *)a[2].p)[before * n + i] = token;
+    }
+}
+
+/* cells, parts, positions int64 [axes, n], n, axes: one pick and one row further */
+static void advance(const Arg *a, int part, int parts) {
+    int64_t *table = a[1].p, *positions = a[2].p;
+    (void)parts;
+    if (part) return;
+    ((int64_t *)a[0].p)[0]++;
+    for (int64_t p = 0; p < table[0]; p++) table[1 + p * PART_CELLS + 2]++;
+    for (int64_t i = 0; i < a[3].i * a[4].i; i++) positions[i]++;
 }
 
 /* ---- rows over what their sequence holds; the cells of `parts` and of address blocks are described in native.py ---- */

@@ -191,13 +191,13 @@ static PyObject *py_call(PyObject *self, PyObject *const *args, Py_ssize_t count
 }
 
 static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    Arg address, number;
+    Arg address, number, times;
     (void)self;
-    if (count != 2 || cell(args[0], &address) || cell(args[1], &number)) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "run(address of lines, number of lines)");
+    if (count != 3 || cell(args[0], &address) || cell(args[1], &number) || cell(args[2], &times)) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "run(address of lines, number of lines, times)");
         return 0;
     }
-    Py_BEGIN_ALLOW_THREADS run_lines(address.p, number.i);
+    Py_BEGIN_ALLOW_THREADS for (int64_t i = 0; i < times.i; i++) run_lines(address.p, number.i);
     Py_END_ALLOW_THREADS Py_RETURN_NONE;
 }
 
@@ -265,7 +265,7 @@ static PyObject *py_using(PyObject *self, PyObject *none) {
 
 static PyMethodDef methods[] = {
     {"call", (PyCFunction)(void (*)(void))py_call, METH_FASTCALL, "call(kernel, *arguments): one kernel."},
-    {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL, "run(address, count): a list of kernels."},
+    {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL, "run(address, count, times): a list of kernels."},
     {"time", (PyCFunction)(void (*)(void))py_time, METH_FASTCALL,
      "time(address, count, times): a list of kernels; adds nanoseconds per line to int64 times."},
     {"threads", py_threads, METH_O, "threads(wanted): how many threads run a kernel from now on; 0 asks only."},

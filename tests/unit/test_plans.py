@@ -1,0 +1,83 @@
+"""Plans: a recorded step computes what the forward computes, bit for bit; what cannot be recorded is run as it is."""
+
+import numpy as np
+import pytest
+import torch
+from support.kernels import twin
+
+from foreglance import Engine, Request, SamplingParams, Settings, Speculation
+from foreglance.batch import InputSpec, Part, pack
+from foreglance.cache.store import CacheStore
+from foreglance.models.plans import Plans
+from foreglance.ops.native import NativeOps
+from foreglance.ops.numerics import kernels_are_native
+from foreglance.prompt import OneAxis, Positions
+
+pytestmark = pytest.mark.skipif(not kernels_are_native(), reason="native kernels are missing or switched off")
+SETTINGS = Settings(weights="fp32", slots=2, prefix_cache_bytes=0, try_drafts=False)
+
+
+def answers(model, planned, requests):
+    """Tokens by request, of an engine whose steps are recorded or of one that records nothing."""
+    engine = Engine.load(model, SETTINGS)
+    head = engine.target.head
+    parts = () if head is None else head.modules if head.spec.num_modules > 1 else (head,)
+    recorders = [engine.target.plans, *(part.plans for part in parts)]
+    if not planned:
+        for plans in recorders:
+            plans.refused = "nothing is recorded here"
+    tokens = {engine.add(request): [] for request in requests}
+    while not engine.is_idle:
+        for event in engine.step():
+            tokens[event.request_id] += event.tokens
+    assert all(bool(plans.refused) != planned for plans in recorders), [plans.refused for plans in recorders]
+    return list(tokens.values())
+
+
+def requests_of(temperature):
+    sampling = SamplingParams(max_tokens=12, temperature=temperature, seed=3, logprobs=2)
+    return [
+        Request.from_prompt(text, sampling=sampling, speculation=Speculation("auto", depth))
+        for text, depth in (("Hello!", 3), ("What is this?", 1))
+    ]
+
+
+@pytest.mark.parametrize("model", ("tiny-qwen", "tiny-step", "tiny-gemma", "tiny-text"))
+def test_a_recorded_step_has_the_bits_of_the_forward(model):
+    """Two sequences, drafts on. Tokens carry log-probabilities, equal as numbers, and which of them were guessed."""
+    for temperature in (0.0, 0.8):
+        recorded, plain = (answers(model, planned, requests_of(temperature)) for planned in (True, False))
+        assert recorded == plain and all(len(tokens) > 3 for tokens in plain)
+
+
+def batch_of(store, token_ids):
+    n = len(token_ids)
+    part = Part(0, np.array(token_ids), np.zeros(n, bool), Positions.run(0, n, 1), n, False)
+    store.reserve(0, n)
+    return pack([part], InputSpec(10, 4, None, OneAxis()), store.held())
+
+
+def test_a_forward_that_computes_outside_the_kernels_is_run_as_it_is():
+    ops, store = NativeOps(twin("fp32"), "fp32"), CacheStore(())
+    store.open(0)
+    table = torch.arange(40.0).view(10, 4)
+    doubled = Plans(ops, lambda batch, caches: ops.embedding(table, batch.token_ids) * 2)
+    for ids in ([1, 2], [3, 4], [5, 6]):
+        assert torch.equal(doubled(batch_of(store, ids), {0: store[0]}), table[ids] * 2)
+    assert doubled.refused is not None and "mul" in doubled.refused
+
+
+def test_rows_beyond_a_tile_are_run_as_they_are():
+    ops, store = NativeOps(twin("fp32"), "fp32"), CacheStore(())
+    store.open(0)
+    table, calls = torch.arange(40.0).view(10, 4), []
+
+    def forward(batch, caches):
+        calls.append(batch.num_rows)
+        return ops.embedding(table, batch.token_ids)
+
+    plans = Plans(ops, forward)
+    for _ in range(4):
+        plans(batch_of(store, [7] * 17), {0: store[0]})
+        plans(batch_of(store, [8, 9]), {0: store[0]})
+    assert calls.count(17) == 4 and calls.count(2) == 2  # once as it is, once recorded
