@@ -349,6 +349,7 @@ class Request:
         system: str | None = None,
         sampling: SamplingParams | None = None,
         speculation: Speculation | None = None,
+        grammar: Grammar | None = None,
     ) -> Request:
         """The common case: one user message, its pictures before its text, and perhaps a system message."""
         head = (Message.of("system", system),) if system else ()
@@ -356,6 +357,7 @@ class Request:
             (*head, Message.of("user", prompt, images)),
             sampling or SamplingParams(),
             speculation or Speculation(),
+            grammar=grammar,
         )
 
     @classmethod
