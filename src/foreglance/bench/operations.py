@@ -20,7 +20,7 @@ from foreglance.ops.base import Ops
 from foreglance.request import Request
 from foreglance.settings import Settings
 
-OPERATIONS = tuple(name for name in vars(Ops) if not name.startswith("_") and name not in ("name", "pack_linear"))
+OPERATIONS = tuple(name for name in vars(Ops) if not name.startswith("_") and name not in ("name", "draft", "pack_linear"))
 
 
 class Clock:
