@@ -71,7 +71,9 @@ class Served:
     gate: Gate
 
     def openai(self, **options) -> openai.OpenAI:
-        return openai.OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "any", "max_retries": 0, **options})
+        return openai.OpenAI(
+            **{"base_url": f"{self.url}/v1", "api_key": "any", "max_retries": 0, "timeout": PATIENCE, **options}
+        )
 
     def http(self, **options) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=PATIENCE, **options)

@@ -31,7 +31,7 @@ from foreglance.serve.tools import CallDelta
 def chat_job(body: ChatBody, around: Surroundings) -> Job:
     """Raises `RequestError` or `ApiError` for values that cannot be served."""
     n = num_choices(body, around)
-    return Job(requests_of([request_of(body, around)], n), n, ChatReply(body, around, n))
+    return Job(requests_of([request_of(body, around)], n), n, ChatReply(body, around))
 
 
 def chat_names(body: ChatBody) -> dict[str, str]:
@@ -148,9 +148,11 @@ class Choice:
 
 
 class ChatReply:
+    """Chunks of all choices, and the whole answer, which is their sum."""
+
     ends_with_done = True
 
-    def __init__(self, body: ChatBody, around: Surroundings, n: int):
+    def __init__(self, body: ChatBody, around: Surroundings):
         self._around = around
         self._logprobs, self._tokens = bool(body.logprobs), bool(body.return_tokens)
         self._usage = body.stream_options is not None and bool(body.stream_options.include_usage)

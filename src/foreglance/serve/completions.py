@@ -74,6 +74,8 @@ class Text:
 
 
 class CompletionReply:
+    """Chunks of all answers, and the whole, which is their sum."""
+
     ends_with_done = True
 
     def __init__(self, body: CompletionBody, around: Surroundings, num_answers: int, n: int):
