@@ -20,7 +20,8 @@ from foreglance.ops.base import Ops
 from foreglance.request import Request
 from foreglance.settings import Settings
 
-OPERATIONS = tuple(name for name in vars(Ops) if not name.startswith("_") and name not in ("name", "draft", "pack_linear"))
+NO_OPERATIONS = ("name", "draft", "pack_linear")
+OPERATIONS = tuple(name for name in vars(Ops) if not name.startswith("_") and name not in NO_OPERATIONS)
 
 
 class Clock:
