@@ -1,11 +1,10 @@
 """The text itself: the same with drafts as without, drawn as it should be, reported as it was (cases D)."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.embedded import SEEING, ask, engine_of, loaded, plain, run, same, scene, tokens_of
+from support.embedded import SEEING, ask, engine_of, loaded, run, same, scene, tokens_of
 from support.toy import ask as toy_ask
 from support.toy import run as run_toy
 from support.toy import toy_engine, toy_target
@@ -14,7 +13,6 @@ from foreglance import Engine, RequestError, Settings, Speculation
 from foreglance.bench import exactness
 from foreglance.chat_format import THINK, ChatFormat
 from foreglance.models.weights import find_assistant
-from foreglance.request import Grammar
 
 
 @pytest.mark.case("D1")
@@ -57,8 +55,8 @@ def test_logits_of_a_row_have_the_same_bits_whatever_is_verified_with_it(name, w
 def test_sampled_guesses_stand_about_as_often_as_greedy_ones(name):
     def first_guesses(temperature):
         requests = [
-            ask("Describe the image.", [scene(n)], temperature=temperature, seed=n, max_tokens=32)
-            for n in range(61, 65)
+            ask("Describe the image.", [scene(n)], temperature=temperature, seed=n, max_tokens=24)
+            for n in range(61, 64)
         ]
         timings = [result.timings for result in run(engine_of(name), *requests)]
         return sum(t.accepted[0] for t in timings) / sum(t.drafted[0] for t in timings)
@@ -105,31 +103,6 @@ def test_log_probabilities_are_those_without_drafts(name):
     assert any(token.depth for token in mine)
     assert [replace(token, depth=0) for token in mine] == other
     assert all(token.logprob < 0 and len(token.top_logprobs) == 5 for token in mine)
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"colour": {"enum": ["red", "green", "blue"]}, "count": {"type": "integer", "maximum": 99}},
-    "required": ["colour", "count"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.case("D8", "D11")
-@pytest.mark.parametrize("name", SEEING)
-def test_an_answer_of_a_given_form_has_it_whatever_was_guessed(name):
-    """Guesses may break the form anywhere; each row is held to it with the guesses before it as its history."""
-    for seed in range(2):
-        request = ask(
-            "Answer in JSON.", [scene(67)], depth=6, max_tokens=64, temperature=1.0 * seed, seed=seed,
-            grammar=Grammar("json_schema", json.dumps(SCHEMA)),
-        )  # fmt: skip
-        (on,) = run(engine_of(name), request)
-        same(on, plain(request, name))
-        if on.finish_reason == "stop":
-            value = json.loads(on.text)
-            assert value["colour"] in ("red", "green", "blue") and isinstance(value["count"], int)
-        assert sum(on.timings.drafted) > 0
 
 
 @pytest.mark.case("D10")

@@ -95,6 +95,7 @@ def asked(case, temperature, seed=0, **sampling):
     return case.request(SamplingParams(max_tokens=160, temperature=temperature, seed=seed, **sampling), Speculation())
 
 
+@pytest.mark.case("D8", "D11")
 @pytest.mark.parametrize("temperature", (0.0, 0.8))
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_answer_is_valid_json_of_its_schema(name, temperature):
@@ -133,6 +134,7 @@ def test_a_forced_call_is_one_of_the_tool(name):
         assert jsonschema_rs.is_valid(TOOLS[0]["function"]["parameters"], json.loads(call.arguments)), call.arguments
 
 
+@pytest.mark.case("D10")
 @pytest.mark.parametrize("budget", (0, 7))
 def test_reasoning_is_cut_and_a_call_follows(budget):
     """tiny-qwen was never taught to reason and would not end it by itself."""
