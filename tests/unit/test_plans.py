@@ -7,6 +7,7 @@ from support.kernels import twin
 
 from foreglance import Engine, Request, SamplingParams, Settings, Speculation
 from foreglance.batch import InputSpec, Part, pack
+from foreglance.bench.plans import profile
 from foreglance.cache.store import CacheStore
 from foreglance.models.plans import Plans
 from foreglance.ops.native import NativeOps
@@ -81,3 +82,17 @@ def test_rows_beyond_a_tile_are_run_as_they_are():
         plans(batch_of(store, [7] * 17), {0: store[0]})
         plans(batch_of(store, [8, 9]), {0: store[0]})
     assert calls.count(17) == 4 and calls.count(2) == 2  # once as it is, once recorded
+
+
+def test_a_profile_shows_every_line_and_changes_no_answer():
+    engine = Engine.load("tiny-qwen", SETTINGS)
+    request = requests_of(0.0)[0]
+    before = engine.generate(request)[0].token_ids
+    reports = profile(engine, request)
+    assert {("target", 1), ("target", 4), ("draft head", 4)} <= {(one.who, one.num_rows) for one in reports}
+    for report in reports:
+        assert [line.kernel for line in report.lines[:2]] in (["angles", "embed"], ["embed", "rms_norm"])
+        assert all(line.microseconds >= 0 and line.what for line in report.lines) and report.microseconds > 0
+    products = [line.what for line in reports[0].lines if line.kernel == "linear_fp32"]
+    assert len(products) == 24 and products[0] == "n = 1, 192 to 776"
+    assert engine.generate(requests_of(0.0)[0])[0].token_ids == before

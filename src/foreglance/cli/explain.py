@@ -27,6 +27,7 @@ class ExplainOptions(ModelOptions):
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None
     axes: Annotated[bool, typer.Option("--axes", help="All axes of a position, not only the first.")] = False
     svg: Annotated[Path | None, typer.Option("--svg", help="Also draw into this file.")] = None
+    plan: Annotated[bool, typer.Option("--plan", help="The kernel calls of a step instead, with their times.")] = False
 
 
 @takes(ExplainOptions)
@@ -36,6 +37,9 @@ def explain(options: ExplainOptions) -> None:
     request = Request.from_prompt(options.prompt, options.image, system=options.system)
     check_pictures(request, settings)
     _check_target(options.svg)
+    if options.plan:
+        _explain_plan(options, request, settings)
+        return
     explanation, name = _explain(options, request, settings)
     if options.svg is not None:
         from foreglance.rows_svg import draw
@@ -52,6 +56,31 @@ def explain(options: ExplainOptions) -> None:
         console = to_stdout()
         for line in draw_lines(explanation, options.axes, console.width):
             console.print(line)
+
+
+def _explain_plan(options: ExplainOptions, request: Request, settings: Settings) -> None:
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    engine = load_engine(options, settings)
+    from foreglance.bench.plans import profile
+
+    reports = profile(engine, request)
+    if options.json:
+        print_json({"model": engine.target.spec.name, "plans": [asdict(one) for one in reports]})
+        return
+    if not reports:
+        to_stderr("nothing is recorded here: the package runs on torch's kernels (docs/kernels.md)", "yellow")
+    for report in reports:
+        rows = f"{report.num_rows} row{'s' if report.num_rows > 1 else ''}"
+        table = Table(title=f"{report.who}, {rows}: {report.microseconds:,.0f} µs", title_justify="left")
+        for column in ("line", "kernel", "on", "µs", "share"):
+            table.add_column(column, justify="right" if column in ("line", "µs", "share") else "left")
+        for number, line in enumerate(report.lines, 1):
+            share = line.microseconds / report.microseconds
+            table.add_row(str(number), line.kernel, line.what, f"{line.microseconds:.1f}", f"{share:.1%}")
+        to_stdout().print(table)
 
 
 def _check_target(svg: Path | None) -> None:

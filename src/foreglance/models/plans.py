@@ -105,6 +105,15 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class PlanLine:
+    """One call of a plan, and how long it takes in microseconds."""
+
+    kernel: str
+    what: str
+    microseconds: float
+
+
+@dataclass(frozen=True)
 class Guess:
     """What guessing for a sequence begins with: where its rows lie, the position [axes] of its next row, the state
     [1, h] of its last one, what was guessed from that (None: nothing yet), and how it picks."""
@@ -199,6 +208,21 @@ class Plans:
                 layer.filled(part.num_rows)
         assert plan.output is not None
         return plan.output.clone()
+
+    def profile(self, times: int = 50) -> dict[int, list[PlanLine]]:
+        """By number of rows, what each recorded plan consists of and how long each line takes here. Repeats the last
+        step, so the sequences of that step must still be there; what they hold stays the same."""
+        found: dict[int, list[PlanLine]] = {}
+        for num_rows, plan in sorted(self._plans.items()):
+            assert self._ops is not None
+            spent = self._ops.timed(plan.lines, times)
+            found[num_rows] = [PlanLine(*names, us) for names, us in zip(plan.lines.names(), spent, strict=True)]
+        return found
+
+    def forget(self) -> None:
+        """Drop what was recorded."""
+        self._plans.clear()
+        self._chains.clear()
 
     def chain(self, num_rows: int, logits: Callable[[Tensor], Tensor], deepest: int) -> ChainPlan | None:
         """The plan of guesses for `num_rows` sequences; None while their forward is not recorded, or if `logits`
