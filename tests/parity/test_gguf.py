@@ -16,8 +16,10 @@ from foreglance.models.base import ModelError
 from foreglance.models.gguf.export import export
 from foreglance.models.gguf.file import GgufFile
 from foreglance.models.gguf.folder import holds_draft_alone, lay_out, names_of
-from foreglance.models.registry import load_tokenizer
-from foreglance.models.weights import find_model
+from foreglance.models.registry import load_tokenizer, pick_weights
+from foreglance.models.weights import find_model, num_weights, stored_format
+from foreglance.ops.formats import quantise
+from foreglance.ops.numerics import kernels_are_native
 
 CLOSE = 1e-3
 
@@ -110,6 +112,23 @@ def test_a_type_is_written_and_taken_apart_as_the_format_says(kind, tmp_path):
     np.testing.assert_array_equal(back, restored)
     (result,) = load(tmp_path / "m.gguf").generate(question(with_picture=False, max_tokens=4))
     assert result.error is None and len(result.token_ids) == 4
+
+
+@pytest.mark.parametrize(("kind", "kept"), (("f32", "fp32"), ("bf16", "fp16"), ("q8_0", "q8"), ("q4_0", "q4")))
+def test_auto_keeps_the_precision_of_the_file(kind, kept, tmp_path):
+    export(find_model("tiny-qwen"), tmp_path / "m.gguf", kind=kind)
+    laid = lay_out(tmp_path / "m.gguf")
+    assert stored_format(laid) == kept and stored_format(find_model("tiny-qwen")) is None
+    assert 2_500_000 < num_weights(laid) < 4_300_000
+    assert pick_weights("auto", laid) == (kept if kernels_are_native() or kept.startswith("fp") else "fp32")
+    assert pick_weights("fp16", laid) == "fp16"
+
+
+@pytest.mark.parametrize(("kind", "bits"), (("q8_0", 8), ("q4_0", 4)))
+def test_quantised_blocks_go_through_our_own_quantiser_unchanged(kind, bits, tmp_path):
+    export(find_model("tiny-qwen"), tmp_path / "m.gguf", kind=kind)
+    restored = GgufFile(tmp_path / "m.gguf").tensor("blk.0.ffn_up.weight")
+    assert torch.equal(quantise(restored, bits).restored(), restored)
 
 
 def test_what_a_file_is_for_is_said(files, tmp_path):

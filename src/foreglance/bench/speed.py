@@ -24,13 +24,14 @@ from foreglance.drafters.base import Memory, Settled
 from foreglance.engine import Engine
 from foreglance.models.registry import auto_config
 from foreglance.models.weights import find_model, open_tensors
+from foreglance.ops.formats import BITS
 from foreglance.prompt import Rows, make_rows
 from foreglance.request import MAX_DEPTH, Message, Request, RequestError, SamplingParams, Speculation
 from foreglance.sequence import Sequence
 from foreglance.settings import Settings
 
 BUFFER = 512 << 20  # bytes read to measure bandwidth: far more than a cache holds
-BYTES = {"fp32": 4.0, "fp16": 2.0, "q8": 34 / 32, "q4": 18 / 32}  # of a weight, scales of groups of 32 included
+CACHED = 64 << 20  # bytes of weights that a processor's caches may hold: memory is not read then
 STEPS = 8  # of each setting in a round
 NOT_DECODED = (
     "visual.",
@@ -76,8 +77,9 @@ class Speed:
 
     step_ratio                    a step of k rows over one of one row
     read_bandwidth                bytes a second that this many threads read from memory
-    bytes_per_step                weights that a step of one row reads; None for what is not known (q.v. `step_bytes`)
-    decode_fraction_of_bandwidth  of `read_bandwidth`, what plain decoding reaches with these bytes
+    bytes_per_step                weights that a step of one row reads; None for a format that is not known here
+    decode_fraction_of_bandwidth  of `read_bandwidth`, what plain decoding reaches with these bytes; None if they are so
+                                  few that they stay in a cache
     by_context, by_slots          tokens a second of plain decoding
     """
 
@@ -112,7 +114,7 @@ def _rate(buffer: torch.Tensor, read) -> float:
 def step_bytes(folder: Path, weights: str) -> float | None:
     """Bytes of weights that a decode step of one row reads: every matrix of trunk and output head once, of a mixture's
     experts the chosen ones. None for a format whose bytes are not known here."""
-    if weights not in BYTES:
+    if weights not in BITS:
         return None
     text = auto_config(folder).to_dict()
     text = text.get("text_config", text)
@@ -126,7 +128,7 @@ def step_bytes(folder: Path, weights: str) -> float | None:
         if len(shape) > 1 and (name in heads[:1] or _is_decoded(name, text["num_hidden_layers"])):
             count += np.prod(shape) * _share(name, text)
     tensors.close()
-    return count * BYTES[weights]
+    return count * BITS[weights] / 8
 
 
 def _is_decoded(name: str, num_layers: int) -> bool:
@@ -255,7 +257,7 @@ def measure(model: str, weights: str, threads: int, sweep: Sweep, progress: Prog
         step_ratio={str(rows): float(np.median(np.array(seconds[rows]) / one)) for rows in sweep.all_rows if rows > 1},
         read_bandwidth=float(np.median(bandwidth)),
         bytes_per_step=size,
-        decode_fraction_of_bandwidth=None if size is None else float(np.median(size / one / np.array(bandwidth))),
+        decode_fraction_of_bandwidth=_fraction(size, one, np.array(bandwidth)),
         tokens_per_second=1 / float(np.median(one)),
         prefill_tokens_per_second=float(np.median(prefill)),
     )
@@ -266,6 +268,11 @@ def measure(model: str, weights: str, threads: int, sweep: Sweep, progress: Prog
         speed.by_slots[str(slots)] = bench.tokens_per_second(sweep.prompt, slots)
         progress(done := done + 1, sweep.work)
     return speed
+
+
+def _fraction(size: float | None, seconds: np.ndarray, bandwidth: np.ndarray) -> float | None:
+    """None for weights that stay in a cache: they are not read from memory in each step."""
+    return None if size is None or size < CACHED else float(np.median(size / seconds / bandwidth))
 
 
 def by_operation(model: str, weights: str, threads: int, max_tokens: int = 24) -> list[operations.Line]:
