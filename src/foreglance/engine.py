@@ -409,6 +409,11 @@ class Engine:
 
     def _part(self, work: Work) -> Part:
         sequence, drafts = work.sequence, work.sequence.draft
+        if work.start >= sequence.num_prompt:  # decode and verify: the last token and its drafts
+            n = 1 + len(drafts)
+            tokens = np.array([sequence.generated[-1], *drafts], np.int64)
+            positions = sequence.positions(work.start, work.stop)
+            return Part(sequence.id, tokens, np.zeros(n, bool), positions, n, False, drafts=drafts)
         tokens, image, offset = sequence.inputs(work.start, min(work.stop, sequence.known))
         part = Part(
             sequence.id,

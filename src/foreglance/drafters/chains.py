@@ -114,6 +114,31 @@ class ChainRunner:
                 chain.hidden = hidden[i : i + 1]
                 self._store.commit(chain.sequence.id, num_rows, tuple((guess.position + num_rows - 1).tolist()))
 
+    def run_of(
+        self, sequence: Sequence, num_rows: int
+    ) -> Callable[[Many[int], int, Tensor, int], tuple[int, ...]] | None:
+        """What catches up with `num_rows` rows of one sequence and guesses, in native calls without a batch: a function
+        of the rows' tokens, the first one's coordinate, the states [rows, h] that they carry, and the depth. None where
+        rows of that number are not recorded or more than temperature decides a pick."""
+        cache = self._store[sequence.id]
+        if not isinstance(self._model, Planned) or cache.recurrent or not picks_plainly(sequence):
+            return None
+        plan = self._model.plans.catch_up(num_rows, self._model.logits, MAX_DEPTH)
+        if plan is None:
+            return None
+
+        def run(tokens: Many[int], coordinate: int, states: Tensor, depth: int) -> tuple[int, ...]:
+            params = sequence.request.sampling
+            self._store.reserve(sequence.id, num_rows + depth - 1)
+            guesses = plan.run(
+                cache, tokens, coordinate, states, depth, params.temperature, params.seed, len(sequence.generated)
+            )
+            last = (coordinate + num_rows - 1,) * plan.axes
+            self._store.commit(sequence.id, num_rows, last)
+            return guesses
+
+        return run
+
     def _start(self, chain: Chain, position: np.ndarray) -> Guess:
         params, sequence = chain.sequence.request.sampling, chain.sequence
         return Guess(

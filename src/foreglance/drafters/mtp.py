@@ -12,7 +12,7 @@ from collections.abc import Sequence as Many
 import numpy as np
 import torch
 
-from foreglance.batch import Part
+from foreglance.batch import TILE, Part
 from foreglance.cache.prefix import Hit, Memory
 from foreglance.drafters.base import Settled
 from foreglance.drafters.chains import Chain, ChainRunner, must_catch_up
@@ -59,6 +59,8 @@ class MtpDrafter:
         due = [one for one in settled if one.depth or self._must_catch_up(one.sequence)]
         if not due:
             return {}
+        if len(due) == 1 and (tokens := self._at_once(due[0])) is not None:
+            return {due[0].sequence.id: tokens}
         inputs = inputs_of(self._head, [one.sequence for one in due])
         # 3. catch up in one batch
         parts = [self._due_part(self._lanes[one.sequence], one.depth) for one in due]
@@ -71,6 +73,21 @@ class MtpDrafter:
         for sequence, mark in marks.items():
             self._store.restore(sequence, mark)
         return {chain.sequence.id: tuple(chain.tokens) for chain in chains}
+
+    def _at_once(self, one: Settled) -> tuple[int, ...] | None:
+        """Steps 3 and 4 of a single sequence behind its prompt in one go; None if that cannot be done, and nothing has
+        happened then."""
+        sequence, lane = one.sequence, self._lanes[one.sequence]
+        first, ready = lane.first, lane.ready
+        if not one.depth or not lane.map.is_behind_the_prompt(first) or not 0 < ready - first <= TILE:
+            return None
+        draft_row = self._store[sequence.id].rows
+        ahead = lane.map.shift - sequence.num_prompt
+        run = self._runner.run_of(sequence, ready - first)
+        if run is None:
+            return None
+        tokens = sequence.generated[first + ahead : ready + ahead]
+        return run(tokens, lane.map.coordinate(draft_row), lane.due(), one.depth)
 
     def _must_catch_up(self, sequence: Sequence) -> bool:
         return must_catch_up(sequence, self._lanes[sequence].num_waiting)

@@ -103,10 +103,18 @@ class RowMap:
         prompt = min(target_rows, len(self._kept))
         return int(self._before[prompt]) + target_rows - prompt
 
+    def is_behind_the_prompt(self, start: int) -> bool:
+        """Whether row `start` and all later ones are rows of generated tokens, one coordinate apart."""
+        return start > len(self._kept)
+
+    def coordinate(self, draft_row: int) -> int:
+        """Of a draft row behind the prompt, on every axis."""
+        return self._next + draft_row - len(self._positions)
+
     def rows(self, start: int, stop: int, guesses: Many[int] = ()) -> DraftRows:
         """Draft rows for target rows [start, stop), whose inputs start + shift .. stop + shift - 1 must be known, or
         guessed: `guesses` are taken as the tokens behind the known ones."""
-        if start >= len(self._kept) + 1 and not guesses:
+        if self.is_behind_the_prompt(start) and not guesses:
             return self._behind_the_prompt(start, stop)
         token_ids, image, offset = self._inputs(start + self.shift, stop + self.shift, guesses)
         kept = np.ones(stop - start, bool)

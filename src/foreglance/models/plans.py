@@ -134,7 +134,7 @@ class ChainPlan:
     def __init__(self, ops: NativeOps, plan: Plan, logits: Callable[[Tensor], Tensor], deepest: int):
         assert plan.output is not None and plan.hidden is not None
         n = len(plan.token_ids)
-        self._ops, self._plan = ops, plan
+        self._ops, self.plan = ops, plan
         self._picks = np.zeros((deepest, n), np.int64)
         self._cells = np.zeros(1 + 3 * n, np.int64)
         self._floats = self._cells.view(np.float64)
@@ -156,7 +156,7 @@ class ChainPlan:
     def run(self, guesses: Sequence[Guess], depth: int) -> tuple[np.ndarray, Tensor]:
         """-> tokens int64 [depth, n], and the states [n, h] of the rows that the last ones were picked from. All
         guesses begin alike: with a token, or all without."""
-        plan, cells, first = self._plan, self._cells, guesses[0].token is None
+        plan, cells, first = self.plan, self._cells, guesses[0].token is None
         assert plan.hidden is not None
         table, cells[0], plan.table[0] = plan.table, 0, len(guesses)
         for i, one in enumerate(guesses):
@@ -165,12 +165,68 @@ class ChainPlan:
             plan.hidden[i] = one.hidden[0]
             table[1 + 4 * i : 5 + 4 * i] = i, 1, one.holder.rows, one.holder.addresses
             self._floats[1 + 3 * i] = one.temperature
-            cells[2 + 3 * i : 4 + 3 * i] = np.uint64(one.seed).astype(np.int64), one.index
+            cells[2 + 3 * i : 4 + 3 * i] = _signed(one.seed), one.index
         if first:
             self._ops.run(self._pick)
             cells[0] = 1
         self._ops.run(self._grow, depth - first)
         return self._picks[:depth].copy(), plan.hidden.clone()
+
+    def guess(
+        self, depth: int, row: int, addresses: int, coordinate: int, temperature: float, seed: int, index: int
+    ) -> tuple[int, ...]:
+        """Guesses of one sequence from the state that lies in the plan's buffer; its next row is `row`."""
+        self.plan.coords[:] = coordinate
+        self.plan.table[:5] = 1, 0, 1, row, addresses
+        self._cells[:] = 0, 0, _signed(seed), index
+        self._floats[1] = temperature
+        self._ops.run(self._pick)
+        self._cells[0] = 1
+        if depth > 1:
+            self._ops.run(self._grow, depth - 1)
+        return tuple(self._picks[:depth, 0].tolist())
+
+
+def _signed(seed: int) -> int:
+    """The same 64 bits as a signed number."""
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
+
+
+class CatchUpPlan:
+    """Rows of one sequence through a draft head, and its guesses from the last of them."""
+
+    def __init__(self, ops: NativeOps, plan: Plan, chain: ChainPlan):
+        assert plan.output is not None and chain.plan.hidden is not None
+        self._ops, self._plan, self._chain, self.axes = ops, plan, chain, len(plan.coords)
+        self._steps = np.arange(len(plan.ids))
+        copied = Record()
+        ops.recorder = copied
+        try:
+            ops.copied(plan.output[-1:], chain.plan.hidden)
+        finally:
+            ops.recorder = None
+        self._lines = Lines([*plan.record.calls, *copied.calls])
+
+    def run(
+        self,
+        holder: Holder,
+        tokens: Sequence[int],
+        coordinate: int,
+        states: Tensor,
+        depth: int,
+        temperature: float,
+        seed: int,
+        index: int,
+    ) -> tuple[int, ...]:
+        """`coordinate` is that of the first row on every axis; `index` the number of the first guess."""
+        plan, chain, n = self._plan, self._chain, len(tokens)
+        assert plan.hidden is not None
+        plan.ids[:] = tokens
+        plan.coords[:] = self._steps + coordinate
+        plan.hidden.copy_(states)
+        plan.table[:5] = 1, 0, n, holder.rows, holder.addresses
+        self._ops.run(self._lines)
+        return chain.guess(depth, holder.rows + n, holder.addresses, coordinate + n, temperature, seed, index)
 
 
 class Plans:
@@ -181,6 +237,7 @@ class Plans:
         self._forward = forward
         self._plans: dict[int, Plan] = {}
         self._chains: dict[int, ChainPlan | None] = {}
+        self._catch_ups: dict[int, CatchUpPlan] = {}
         self._met: set[int] = set()
         self.refused: str | None = None  # what the forward computes that no kernel does
 
@@ -219,8 +276,19 @@ class Plans:
             found[num_rows] = [PlanLine(*names, us) for names, us in zip(plan.lines.names(), spent, strict=True)]
         return found
 
+    def catch_up(self, num_rows: int, logits: Callable[[Tensor], Tensor], deepest: int) -> CatchUpPlan | None:
+        """The plan of `num_rows` rows of one sequence and guesses from the last; None as long as a part of it is not
+        recorded."""
+        if num_rows not in self._catch_ups:
+            plan, chain = self._plans.get(num_rows), self.chain(1, logits, deepest)
+            if plan is None or chain is None or self._ops is None:
+                return None
+            self._catch_ups[num_rows] = CatchUpPlan(self._ops, plan, chain)
+        return self._catch_ups[num_rows]
+
     def forget(self) -> None:
         """Drop what was recorded."""
+        self._catch_ups.clear()
         self._plans.clear()
         self._chains.clear()
 
