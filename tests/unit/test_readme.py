@@ -21,6 +21,14 @@ def test_the_python_example_runs(tmp_path, monkeypatch, capsys):
     assert [type(result).__name__ for result in names["results"]] == ["Result", "Result"]
 
 
+def test_the_example_of_a_form_runs(tmp_path, monkeypatch, capsys):
+    shutil.copy(Path(foreglance.__file__).parent / "assets" / "scene.png", tmp_path / "photo.png")
+    monkeypatch.chdir(tmp_path)
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "structured.md").read_text(), re.DOTALL)
+    exec(example, {})
+    assert capsys.readouterr().out.strip() in ("red", "blue")
+
+
 def test_every_command_that_is_named_exists():
     groups = {"bench": next(group for group in app.registered_groups if group.name == "bench").typer_instance}
     known = {command.name or command.callback.__name__ for command in app.registered_commands} | set(groups)

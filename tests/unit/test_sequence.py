@@ -116,6 +116,8 @@ def test_how_tokens_fall_into_steps_does_not_matter(pieces, cuts, stops, max_tok
     singly = answer(picks, [], tuple(stops), max_tokens)
     assert answer(picks, cuts, tuple(stops), max_tokens) == singly
     assert singly[2] == singly[3]
+    if not stops and singly[1] is not None:
+        assert singly[2] == as_bytes(token for token, _, _ in singly[0] if token != END)
 
 
 def test_an_end_of_text_behind_accepted_drafts_is_the_last_row():
