@@ -31,14 +31,18 @@ def test_the_example_of_a_form_runs(tmp_path, monkeypatch, capsys):
 
 def test_every_command_that_is_named_exists():
     groups = {"bench": next(group for group in app.registered_groups if group.name == "bench").typer_instance}
-    known = {command.name or command.callback.__name__ for command in app.registered_commands} | set(groups)
+    known = names_of(app) | set(groups)
     shells = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
-    shown = re.findall(r"^foreglance (\w+)(?: (\w+))?", shells, re.MULTILINE)
+    shown = re.findall(r"^foreglance ([\w-]+)(?: ([\w-]+))?", shells, re.MULTILINE)
     assert len(shown) >= 6
     for command, sub in shown:
         assert command in known
         if command in groups:
-            assert sub in {c.name or c.callback.__name__ for c in groups[command].registered_commands}
+            assert sub in names_of(groups[command])
+
+
+def names_of(commands) -> set[str]:
+    return {c.name or c.callback.__name__.replace("_", "-") for c in commands.registered_commands}
 
 
 def test_every_linked_file_is_there():
