@@ -5,7 +5,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
-from support.toy import ask, picture, run, toy_target
+from hypothesis import given
+from hypothesis import strategies as st
+from support.toy import END, VOCAB, ask, picture, run, toy_target
 from support.toy_chain import chained_target
 from support.toy_grammar import TAGS, grammar_engine, with_grammars
 from toy.test_independent import SIMPLE, engine_with
@@ -68,6 +70,23 @@ def test_guesses_are_held_to_the_form_too():
     results = run(engine_for("mtp"), [asked("forced", "mtp", seed=seed) for seed in range(4)])
     accepted, drafted = (sum(sum(vars(r.timings)[name]) for r in results) for name in ("accepted", "drafted"))
     assert accepted / drafted > 0.9
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(("(1, 2, 345)", "(1, 23, 4)", "(7, 2, 345, 6)")), st.integers(0, 9)), max_size=8)
+)
+def test_what_may_follow_is_a_function_of_the_tokens(questions):
+    """Whatever was asked before: drafts that fell leave no trace."""
+    prompter = grammar_engine()._prompter
+
+    def fresh():
+        return prompter.guide(asked("a list"), "done", VOCAB, frozenset({END}))
+
+    guide = fresh()
+    for text, length in questions:
+        tokens = prompter.encode(text, special=False)[:length]
+        assert guide.allowed(tokens).tolist() == fresh().allowed(tokens).tolist()
+    assert guide.allowed([*prompter.encode("(1, 2, 3)", special=False), END]) is None
 
 
 def test_one_batch_may_hold_answers_with_and_without_a_form():
