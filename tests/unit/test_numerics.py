@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from foreglance.batch import TILE
 from foreglance.ops import numerics
 from foreglance.ops.linear import PATHS, LinearPath
+from foreglance.ops.native import NativeOps
 from foreglance.ops.torch_ops import TorchOps
 
 SHAPES = {(96, 64), (256, 64), (64, 128), (1000, 64)}
@@ -64,6 +65,14 @@ def test_a_kernel_that_is_missing_is_refused_and_not_an_error():
 
     path = LinearPath("missing", "fp32", missing, F.linear)
     assert not numerics.linear_is_exact(path, (8, 8), torch.Generator())
+
+
+def test_without_compiled_kernels_the_report_says_what_is_lost(monkeypatch):
+    monkeypatch.setattr(numerics, "native_module", lambda: None)
+    ops, report = numerics.choose("q8", SHAPES, WIDTHS)
+    assert not isinstance(ops, NativeOps) and "without a compiler" in str(report)
+    monkeypatch.undo()
+    assert "without a compiler" not in str(numerics.choose("q8", SHAPES, WIDTHS)[1])
 
 
 def test_the_last_path_passes_by_construction():

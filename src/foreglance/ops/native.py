@@ -55,7 +55,8 @@ class Lines:
 
 # Which arguments of a kernel say on what it works, in words (n rows); the rest is in csrc/kernels.h.
 SIZES = {
-    "embed": "n = {4}, {5} wide", "angles": "n = {6}, {7} wide", "add": "n = {3}, {4} wide", "scale": "n = {2}, {3} wide",
+    "embed": "n = {4}, {5} wide", "angles": "n = {6}, {7} wide", "add": "n = {3}, {4} wide",
+    "scale": "n = {2}, {3} wide",
     "copy": "n = {2}, {3} wide", "softcap": "n = {2}, {3} wide", "l2_norm": "n = {2}, {3} wide",
     "linear_fp32": "n = {3}, {5} to {4}", "linear_fp16": "n = {3}, {5} to {4}", "quantize": "n = {4}, {5} wide",
     "linear_q8": "n = {6}, {8} to {7}", "linear_q4": "n = {6}, {8} to {7}",

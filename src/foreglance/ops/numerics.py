@@ -19,6 +19,7 @@ from foreglance.ops.linear import PATHS, LinearPath
 from foreglance.ops.native import NativeOps, native_module
 from foreglance.ops.torch_ops import TorchOps
 
+NOT_COMPILED = "installed without a compiler, so torch's kernels, which are slower: install again where gcc or clang is"
 SWITCH = "FOREGLANCE_KERNELS"  # environment variable: "torch" leaves the native kernels aside
 MAX_TEST_ROWS = 8192  # output rows of a weight that the test multiplies
 
@@ -32,13 +33,15 @@ class SelfTest:
     rows_alone: bool
     threads: int
     refused: tuple[str, ...]
+    compiled: bool = True  # whether the package has its native kernels
 
     def __str__(self) -> str:
         text = f"{self.weights} weights through {self.linear}"
         if self.rows_alone:
             text += ", row operations one row at a time"
         text += f" ({self.threads} thread{'s' if self.threads > 1 else ''}; same bits in batches of 1 to {TILE})"
-        return text + (f"; refused here: {', '.join(self.refused)}" if self.refused else "")
+        text += f"; refused here: {', '.join(self.refused)}" if self.refused else ""
+        return text if self.compiled else f"{text}; {NOT_COMPILED}"
 
 
 def kernels_are_native() -> bool:
@@ -82,7 +85,8 @@ def choose(
     else:
         path = candidates[-1]
     rows_alone = not rows_and_experts_are_exact(TorchOps(path))
-    report = SelfTest(weights, path.name, rows_alone, torch.get_num_threads(), tuple(refused))
+    compiled = native_module() is not None
+    report = SelfTest(weights, path.name, rows_alone, torch.get_num_threads(), tuple(refused), compiled)
     return TorchOps(path, rows_alone), report
 
 
