@@ -53,7 +53,7 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(LETTERS[t - 3] for t in token_ids if t >= 3).decode("utf-8", errors="replace")
 
-    all_special_ids = list(SPECIAL.values())
+    all_special_ids = tuple(SPECIAL.values())
 
     def apply_chat_template(self, conversation, tokenize=False, add_generation_prompt=True) -> str:
         def content(message):
