@@ -10,7 +10,7 @@ from foreglance.batch import InputSpec, Part, pack
 from foreglance.bench.plans import profile
 from foreglance.cache.store import CacheStore
 from foreglance.models.plans import Plans
-from foreglance.ops.native import NativeOps
+from foreglance.ops.native import NativeOps, native_module
 from foreglance.ops.numerics import kernels_are_native
 from foreglance.prompt import OneAxis, Positions
 
@@ -18,9 +18,10 @@ pytestmark = pytest.mark.skipif(not kernels_are_native(), reason="native kernels
 SETTINGS = Settings(weights="fp32", slots=2, prefix_cache_bytes=0, try_drafts=False)
 
 
-def answers(model, planned, requests):
+def answers(model, planned, requests, threads=1):
     """Tokens by request, of an engine whose steps are recorded or of one that records nothing."""
     engine = Engine.load(model, SETTINGS)
+    native_module().threads(threads)
     head = engine.target.head
     parts = () if head is None else head.modules if head.spec.num_modules > 1 else (head,)
     recorders = [engine.target.plans, *(part.plans for part in parts)]
@@ -49,6 +50,15 @@ def test_a_recorded_step_has_the_bits_of_the_forward(model):
     for temperature in (0.0, 0.8):
         recorded, plain = (answers(model, planned, requests_of(temperature)) for planned in (True, False))
         assert recorded == plain and all(len(tokens) > 3 for tokens in plain)
+
+
+def test_threads_that_run_a_recorded_step_change_no_bit():
+    """A thread that was late to leave one list once went on in the next one."""
+    try:
+        alone, together = (answers("tiny-qwen", True, requests_of(0.8), threads) for threads in (1, 3))
+    finally:
+        native_module().threads(1)
+    assert alone == together
 
 
 def batch_of(store, token_ids):

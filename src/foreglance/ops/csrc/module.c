@@ -74,10 +74,10 @@ static inline void rest(int *spins, int limit) {
     }
 }
 
-static void meet(int *own_sense) {
+static void meet(int *own_sense, int parts) {
     int spins = 0;
     *own_sense = !*own_sense;
-    if (atomic_fetch_add(&arrived, 1) == threads - 1) {
+    if (atomic_fetch_add(&arrived, 1) == parts - 1) {
         atomic_store(&arrived, 0);
         atomic_store(&sense, *own_sense);
         return;
@@ -86,9 +86,13 @@ static void meet(int *own_sense) {
 }
 
 static void run_share(int part, int *own_sense) {
-    for (int64_t i = 0; i < num_lines; i++) {
-        isa->kernels[lines[i].kernel](lines[i].args, part, threads);
-        meet(own_sense);
+    /* Once the last line is met, the caller may have set out on the next list: look at this one's facts only. */
+    const Line *list = lines;
+    int64_t count = num_lines;
+    int parts = threads;
+    for (int64_t i = 0; i < count; i++) {
+        isa->kernels[list[i].kernel](list[i].args, part, parts);
+        meet(own_sense, parts);
     }
 }
 
@@ -114,7 +118,7 @@ static void *work(void *number) {
         seen = current;
         if (part < threads) {
             int own_sense = atomic_load(&sense);
-            meet(&own_sense); /* everybody has read the sense before the first line ends */
+            meet(&own_sense, threads); /* everybody has read the sense before the first line ends */
             run_share(part, &own_sense);
         }
     }
@@ -135,7 +139,7 @@ static void run_lines(const Line *list, int64_t count) {
         pthread_cond_broadcast(&wake);
         pthread_mutex_unlock(&lock);
     }
-    meet(&own_sense);
+    meet(&own_sense, threads);
     run_share(0, &own_sense);
 }
 
