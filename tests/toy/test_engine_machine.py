@@ -91,6 +91,7 @@ class Engines(RuleBasedStateMachine):
             assert tuple(tokens) == want[: len(tokens)]
             if event.result is not None:
                 assert event.result.error is None and event.result.token_ids == tuple(tokens)
+                assert "failed" not in (event.result.draft.off_because or "")
                 assert event.result.finish_reason == "cancelled" or tuple(tokens) == want
                 del self.open[event.request_id], self.left[event.request_id]
 
@@ -124,6 +125,9 @@ class Engines(RuleBasedStateMachine):
     @invariant()
     def the_stores_are_whole(self):
         self.engine.check()
+        for sequence in self.engine._scheduler.running:
+            if sequence.id in self.engine._store:
+                assert self.engine._store[sequence.id].rows == sequence.committed
         assert self.engine._prefixes.bytes_held <= self.engine.settings.prefix_cache_bytes
         assert self.engine._embeddings.bytes_held <= self.engine.settings.image_cache_bytes
 
