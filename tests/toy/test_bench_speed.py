@@ -182,6 +182,7 @@ def test_ratios_are_of_the_best_settings_run_by_run():
         row("other", 1, 1, 50),
     ]
     assert peers.ratios(rows) == {"other": 3.0}
+    assert peers.ratios_of_best_runs(rows) == {"other": 30 / 50} and peers.ratios_of_best_runs(rows[2:]) == {}
 
 
 def test_a_model_that_cannot_be_exported_leaves_llama_cpp_out(tmp_path):

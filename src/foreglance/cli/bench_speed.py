@@ -191,6 +191,7 @@ def peers(
             "image_rows": image_rows,
             "max_tokens": max_tokens,
             "ratios": bench.ratios(rows),
+            "ratios_of_best_runs": bench.ratios_of_best_runs(rows),
             "rows": [row.as_json() for row in rows],
         }
         if figure is not None:
@@ -201,7 +202,8 @@ def peers(
         to_stderr(body["machine"])
         show(_peers_table(rows), False, {})
         for engine, ratio in body["ratios"].items():
-            show(f"best of foreglance / best of {engine}: {ratio:.2f}", False, {})
+            fastest = body["ratios_of_best_runs"][engine]
+            show(f"best setting / best setting of {engine}: {ratio:.2f}, fastest runs {fastest:.2f}", False, {})
 
 
 def _peers_table(rows: Sequence[Any]) -> object:
