@@ -18,7 +18,7 @@ from training.prepare import VALIDATION
 ROOT = Path(__file__).parent
 EMBEDDED = ROOT.parent / "src" / "foreglance" / "embedded" / "tiny-qwen"
 SKIP_HEAD = ROOT.parent / "tests" / "data" / "tiny-qwen-skip-head.safetensors"
-ALONE_STEPS = 100
+ALONE_STEPS = 160
 console = Console()
 
 
@@ -99,6 +99,12 @@ def main(
     done("vision tower")
     run(start("train_target", data=data, vision=vision, out=target, seconds=target_seconds, threads=threads))
     done("target")
+    loud = work / "target-loud.pt"
+    if not loud.exists():
+        words = {"probes": "word tens ones", "loudness": 0.4, "widen": 0.7, "batches": 40}
+        run(start("loud_rows", family="qwen", data=data, target=target, out=loud, **words))
+    target = loud
+    done("image rows")
     target = finish_target(
         "qwen", work, data, target, alone="word", heavy="word", seconds=last_seconds, threads=threads
     )

@@ -13,6 +13,7 @@ from training import families, folders, gemma, step, text
 from training.batches import collate
 from training.captions import Chats
 from training.gemma_assistant import Assistant
+from training.loud_rows import widen
 from training.model import IMAGE_PAD
 from training.prepare import Encoder, Shard, chat_text, train_tokenizer
 from training.step_head import MtpModule, module_rows, read
@@ -121,6 +122,18 @@ def test_a_module_trained_without_image_rows_is_the_module_on_a_stream_that_has_
         short = module(inputs[:, kept], state[:, :n][:, kept], rotary, None)
         torch.testing.assert_close(run("skip")[:, kept], short, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(run("see")[:, kept], short, atol=1e-2)
+
+
+def test_words_are_drawn_apart_to_the_distance_asked_for_and_nothing_else_moves():
+    torch.manual_seed(3)
+    embedding, tokens = torch.randn(30, 16), [4, 9, 11, 25]
+    before = embedding.clone()
+    offsets = widen(embedding, tokens, 3.0)
+    near = before[tokens].mean(0)
+    torch.testing.assert_close((embedding[tokens] - near).norm(dim=-1), torch.full((4,), 3.0))
+    torch.testing.assert_close(offsets.T + embedding[tokens].mean(0), embedding[tokens])
+    others = [i for i in range(30) if i not in tokens]
+    assert torch.equal(embedding[others], before[others])
 
 
 @torch.no_grad()
