@@ -95,9 +95,9 @@ def test_guesses_stand_as_often_late_in_the_context_as_early(name):
         past = [message for case in text_cases(turns) for message in (*case.messages, noted)]
         request = talk([*past, Message.of("user", "Tell me a story.")], max_tokens=32, ignore_eos=True)
         (result,) = run(engine, request)
-        rates.append(result.timings.accepted[0] / result.timings.drafted[0])
+        rates.append(result.timings.acceptance)
     assert result.timings.prompt_tokens > 0.6 * engine.context
-    assert min(rates) > 0.5 * max(rates)
+    assert min(rates) > 0.4 * max(rates)
     same(result, plain(request, name))
 
 

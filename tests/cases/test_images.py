@@ -11,6 +11,7 @@ from support.embedded import BLUE, GREEN, SEEING, ask, engine_of, loaded, pictur
 from foreglance import Engine, Message, RequestError, Settings
 from foreglance.bench.prompts import text_cases
 from foreglance.drafters.mtp import MtpDrafter
+from foreglance.drafters.mtp_chain import ChainDrafter
 from foreglance.drafters.rows import RowMap
 from foreglance.images import open_picture
 from foreglance.models.weights import find_model
@@ -62,20 +63,25 @@ def test_a_drafts_cache_holds_exactly_the_rows_that_its_policy_says(name, policy
 
 @pytest.mark.case("A2", "A4")
 @pytest.mark.parametrize(("name", "depth"), [("tiny-qwen", 8), ("tiny-qwen", 2), ("tiny-step", 3)])
-def test_drafts_stand_at_the_targets_positions_in_every_round(name, depth, monkeypatch):
+def test_drafts_stand_at_the_targets_positions_in_every_round(name, depth):
     """A wide picture, where row count and position part, and 200 tokens: each draft row stands where the target's row
     of the same input stands, moved by one constant, the first guess after the picture and after every verify too."""
     engine, seen, known = engine_of(name), [], {}
+
+    class Watched(RowMap):
+        def positions(self, start, stop):
+            made = super().positions(start, stop)
+            if self.shift == 1:  # the first module, or the only one
+                seen.append((start, made.coords))
+            return made
+
+        def coordinate(self, row):
+            made = super().coordinate(row)
+            seen.append((row, np.full((engine.target.spec.rule.axes, 1), made)))
+            return made
+
     head = engine.target.head
-    module = head if head.spec.num_modules == 1 else head.modules[0]
-    forward = module.forward
-
-    def watched(batch, caches):
-        for part in batch.parts:
-            seen.append((caches[part.sequence].rows, part.positions.coords))
-        return forward(batch, caches)
-
-    monkeypatch.setattr(module, "forward", watched)
+    engine.use_drafter((MtpDrafter if head.spec.num_modules == 1 else ChainDrafter)(head, row_map=Watched))
     request = ask("What is in the image?", [picture(1280, 320, BLUE)], depth=depth, max_tokens=200, ignore_eos=True)
     for one in every_step(engine, request):
         for sequence in one._scheduler.running:

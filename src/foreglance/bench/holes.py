@@ -22,7 +22,7 @@ from foreglance.drafters.mtp_chain import ChainDrafter
 from foreglance.drafters.rows import RowMap
 from foreglance.engine import Engine
 from foreglance.prompt import PositionRule, Positions
-from foreglance.request import RequestError, SamplingParams, Speculation
+from foreglance.request import MAX_DEPTH, RequestError, SamplingParams, Speculation
 from foreglance.sequence import Sequence as Running
 
 
@@ -30,6 +30,21 @@ class HoleMap(RowMap):
     """Policy `gap` with `extra` more positions in each hole."""
 
     extra = 0
+    limit = 0  # positions that the model has, less the deepest guess
+
+    def positions(self, start: int, stop: int) -> Positions:
+        made = super().positions(start, stop)
+        self._check(int(made.coords.max(initial=0)))
+        return made
+
+    def coordinate(self, row: int) -> int:
+        made = super().coordinate(row)
+        self._check(made)
+        return made
+
+    def _check(self, last: int) -> None:
+        if last >= self.limit:
+            raise ValueError(f"position {last} lies beyond those that the model has")
 
     def _number(self, rule: PositionRule, position_of: str) -> Positions:
         positions = super()._number(rule, position_of)
@@ -40,8 +55,8 @@ class HoleMap(RowMap):
         return Positions(positions.coords + self.extra * jumps)
 
 
-def hole_of(extra: int) -> type[HoleMap]:
-    return type(f"HoleOf{extra}", (HoleMap,), {"extra": extra})
+def hole_of(extra: int, context: int) -> type[HoleMap]:
+    return type(f"HoleOf{extra}", (HoleMap,), {"extra": extra, "limit": context - MAX_DEPTH})
 
 
 class ShiftedStates:
@@ -147,4 +162,4 @@ def _drafter(engine: Engine, variant: Variant) -> Drafter:
     kind = MtpDrafter if head.spec.num_modules == 1 else ChainDrafter
     if variant.shift:
         kind = type("Shifted", (ShiftedStates, kind), {"shift": variant.shift})
-    return kind(head, row_map=hole_of(variant.extra))
+    return kind(head, row_map=hole_of(variant.extra, engine.context))
