@@ -256,3 +256,11 @@ def test_picks_are_those_of_sampling(instructions, threads, temperature):
             params = SamplingParams(temperature=temperature, seed=2**40 + row)
             want = pick(logits[row].numpy(), params, 10 * row + number, (), ())
             assert picks[number, row] == tokens[row] == want
+
+
+def test_angles_are_rows_of_the_table_and_never_lie_beyond_it(instructions, threads):
+    ops, table = NativeOps(twin("fp32"), "fp32"), torch.arange(40.0).view(10, 4)
+    axis_of, positions = torch.tensor([0, 1, 2, 0]), torch.tensor([[0, 3, 9, 12], [1, 4, 9, 9], [2, 5, 9, 1000]])
+    cos, sin = ops.angles(table, -table, axis_of, positions)
+    want, _ = twin("fp32").angles(table, -table, axis_of, positions.clamp(max=9))
+    assert torch.equal(cos, want) and torch.equal(sin, -want)

@@ -9,6 +9,7 @@ from foreglance import Engine, Request, SamplingParams, Settings, Speculation
 from foreglance.batch import InputSpec, Part, pack
 from foreglance.bench.plans import profile
 from foreglance.cache.store import CacheStore
+from foreglance.models import qwen3_5
 from foreglance.models.plans import Plans
 from foreglance.ops.native import NativeOps, native_module
 from foreglance.ops.numerics import kernels_are_native
@@ -106,3 +107,25 @@ def test_a_profile_shows_every_line_and_changes_no_answer():
     products = [line.what for line in reports[0].lines if line.kernel == "linear_fp32"]
     assert len(products) == 24 and products[0] == "n = 1, 192 to 776"
     assert engine.generate(requests_of(0.0)[0])[0].token_ids == before
+
+
+def test_a_head_that_guesses_from_a_part_of_the_vocabulary_changes_no_token(monkeypatch):
+    """Recorded guesses are those of the full row of logits, in which the other tokens have no chance."""
+    full = answers("tiny-qwen", True, requests_of(0.8))
+    monkeypatch.setattr(qwen3_5, "DRAFT_VOCABULARY", 300)
+    head = Engine.load("tiny-qwen", SETTINGS).target.head
+    logits = head.logits(torch.randn(2, head.spec.hidden_size, generator=torch.Generator().manual_seed(1)))
+    assert logits.shape == (2, head.spec.vocab_size) and logits.isfinite().sum(1).tolist() == [300, 300]
+    recorded, plain = (answers("tiny-qwen", planned, requests_of(0.8)) for planned in (True, False))
+    assert recorded == plain
+    for some, all_of_them in zip(recorded, full, strict=True):
+        assert [token.id for token in some] == [token.id for token in all_of_them]
+        drafted = [token.id for token in some if token.depth]
+        assert drafted and max(drafted) < 300
+        assert len(drafted) < len([token for token in all_of_them if token.depth])
+
+
+def test_text_that_ends_can_be_guessed_with_a_part_of_the_vocabulary():
+    assert qwen3_5.draft_ids(2 * qwen3_5.DRAFT_VOCABULARY, frozenset({5})) is None
+    ids = qwen3_5.draft_ids(200_000, frozenset({5, 199_999, 300_000}))
+    assert ids.tolist() == [*range(qwen3_5.DRAFT_VOCABULARY), 199_999]

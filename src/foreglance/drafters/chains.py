@@ -18,7 +18,7 @@ from foreglance.batch import Batch, InputSpec, Part, pack
 from foreglance.cache.store import CacheStore
 from foreglance.drafters.base import Settled
 from foreglance.models.base import Caches
-from foreglance.models.plans import Guess, Planned
+from foreglance.models.plans import Guess, Guessing
 from foreglance.request import MAX_DEPTH
 from foreglance.sampling import pick
 from foreglance.sequence import Sequence
@@ -98,8 +98,8 @@ class ChainRunner:
         """
         while alive := [chain for chain in chains if len(chain.tokens) < chain.depth]:
             plan = None
-            if isinstance(self._model, Planned) and all(picks_plainly(chain.sequence) for chain in alive):
-                plan = self._model.plans.chain(len(alive), self._model.logits, MAX_DEPTH)
+            if isinstance(self._model, Guessing) and all(picks_plainly(chain.sequence) for chain in alive):
+                plan = self._model.plans.chain(len(alive), self._model, MAX_DEPTH)
             if plan is None or any(self._store[chain.sequence.id].recurrent for chain in alive):
                 return
             depth = min(chain.depth - len(chain.tokens) for chain in alive)
@@ -121,9 +121,9 @@ class ChainRunner:
         of the rows' tokens, the first one's coordinate, the states [rows, h] that they carry, and the depth. None where
         rows of that number are not recorded or more than temperature decides a pick."""
         cache = self._store[sequence.id]
-        if not isinstance(self._model, Planned) or cache.recurrent or not picks_plainly(sequence):
+        if not isinstance(self._model, Guessing) or cache.recurrent or not picks_plainly(sequence):
             return None
-        plan = self._model.plans.catch_up(num_rows, self._model.logits, MAX_DEPTH)
+        plan = self._model.plans.catch_up(num_rows, self._model, MAX_DEPTH)
         if plan is None:
             return None
 

@@ -34,6 +34,17 @@ class Planned(Protocol):
     plans: Plans
 
 
+@runtime_checkable
+class Guessing(Protocol):
+    """A draft head whose guesses may be recorded. It may guess from a part of the vocabulary: `guess_ids` int64 [m],
+    ascending, are the tokens whose logits [n, m] `guess_logits` gives; None: all."""
+
+    plans: Plans
+    guess_ids: Tensor | None
+
+    def guess_logits(self, hidden: Tensor) -> Tensor: ...
+
+
 Forward = Callable[[Batch, Caches], Tensor]
 # What makes no new numbers: views, and buffers that kernels fill.
 VIEWS = {
@@ -131,7 +142,7 @@ class ChainPlan:
     """A draft head's guesses: logits and picks of the last rows, and then its forward of one more row per sequence
     before logits and picks, as often as there are guesses to make."""
 
-    def __init__(self, ops: NativeOps, plan: Plan, logits: Callable[[Tensor], Tensor], deepest: int):
+    def __init__(self, ops: NativeOps, plan: Plan, head: Guessing, deepest: int):
         assert plan.output is not None and plan.hidden is not None
         n = len(plan.token_ids)
         self._ops, self.plan = ops, plan
@@ -145,7 +156,8 @@ class ChainPlan:
                 ops.copied(plan.output, plan.hidden)
                 ops.advance(self._cells, Few((), plan.table), plan.positions)
                 ops.recorder = picking
-                ops.pick_rows(logits(plan.hidden), plan.token_ids, self._picks, self._cells)
+                scores = head.guess_logits(plan.hidden)
+                ops.pick_rows(scores, plan.token_ids, self._picks, self._cells, head.guess_ids)
         finally:
             ops.recorder = None
         self._buffers = picking.buffers
@@ -276,11 +288,11 @@ class Plans:
             found[num_rows] = [PlanLine(*names, us) for names, us in zip(plan.lines.names(), spent, strict=True)]
         return found
 
-    def catch_up(self, num_rows: int, logits: Callable[[Tensor], Tensor], deepest: int) -> CatchUpPlan | None:
+    def catch_up(self, num_rows: int, head: Guessing, deepest: int) -> CatchUpPlan | None:
         """The plan of `num_rows` rows of one sequence and guesses from the last; None as long as a part of it is not
         recorded."""
         if num_rows not in self._catch_ups:
-            plan, chain = self._plans.get(num_rows), self.chain(1, logits, deepest)
+            plan, chain = self._plans.get(num_rows), self.chain(1, head, deepest)
             if plan is None or chain is None or self._ops is None:
                 return None
             self._catch_ups[num_rows] = CatchUpPlan(self._ops, plan, chain)
@@ -292,15 +304,15 @@ class Plans:
         self._plans.clear()
         self._chains.clear()
 
-    def chain(self, num_rows: int, logits: Callable[[Tensor], Tensor], deepest: int) -> ChainPlan | None:
-        """The plan of guesses for `num_rows` sequences; None while their forward is not recorded, or if `logits`
-        cannot be."""
+    def chain(self, num_rows: int, head: Guessing, deepest: int) -> ChainPlan | None:
+        """The plan of guesses for `num_rows` sequences; None while their forward is not recorded, or if logits cannot
+        be."""
         plan = self._plans.get(num_rows)
         if plan is None or self._ops is None:
             return None
         if num_rows not in self._chains:
             try:
-                self._chains[num_rows] = ChainPlan(self._ops, plan, logits, deepest)
+                self._chains[num_rows] = ChainPlan(self._ops, plan, head, deepest)
             except NotRecordable as error:
                 log.info("guesses are not recorded: logits compute %s outside the kernels", error)
                 self._chains[num_rows] = None

@@ -44,6 +44,7 @@ from foreglance.prompt import ImageInput, MRope
 FAMILY = "qwen3_5"
 HIDDEN_FROM = "post_norm"  # the state that the MTP head is fed and chains
 POSITION_OF = "input"  # an MTP row is numbered as its input x of row t + 1 (transformers, llama.cpp; vLLM: "hidden")
+DRAFT_VOCABULARY = 1 << 16  # tokens that a draft head guesses from, where the vocabulary is more than twice as large
 L2_EPS = 1e-6
 TOWER = "model.visual."
 HEADS = ("mtp.", "language_model.mtp.", "model.language_model.mtp.")  # conversions put it under the text model
@@ -290,9 +291,10 @@ class MtpHead:
         mlp: Mlp,
         table: Tensor,
         head: PackedLinear,
+        guess_ids: Tensor | None,
         rotary: RotaryTable,
     ):
-        self.spec = spec
+        self.spec, self.guess_ids = spec, guess_ids
         self._ops, self._shape, self._table, self._head, self._rotary = load.ops, shape, table, head, rotary
         self._embedding_norm = load.norm("pre_fc_norm_embedding", shape.hidden)
         self._hidden_norm = load.norm("pre_fc_norm_hidden", shape.hidden)
@@ -313,8 +315,15 @@ class MtpHead:
         x = self._layer(x, batch, caches, self._rotary.angles(self._ops, batch.positions))
         return ops.rms_norm(x, self._norm, eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def guess_logits(self, hidden: Tensor) -> Tensor:
         return self._ops.linear(hidden, self._head, tiles_of(len(hidden), TILE))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Minus infinity for tokens that are not guessed."""
+        scores = self.guess_logits(hidden)
+        if self.guess_ids is None:
+            return scores
+        return scores.new_full((len(scores), self.spec.vocab_size), float("-inf")).index_copy(1, self.guess_ids, scores)
 
 
 class Qwen3_5:
@@ -407,10 +416,21 @@ def load(
     model.output = ops.pack_linear(output)
     if values.get("vision_config") and any(weights.names(TOWER)):
         model.vision = QwenVision(folder, config.vision_config, weights, TOWER)
-    of_drafts = model.output if ops.draft is ops else ops.draft.pack_linear(output)
-    model.head = _mtp(ops.draft, weights, text, variant, spec, model, of_drafts)
+    ids, of_drafts = draft_ids(spec.vocab_size, eos), model.output
+    if ids is not None or ops.draft is not ops:
+        of_drafts = ops.draft.pack_linear(output if ids is None else output[ids])
+    model.head = _mtp(ops.draft, weights, text, variant, spec, model, of_drafts, ids)
     weights.finish()
     return model
+
+
+def draft_ids(vocab_size: int, eos: frozenset[int]) -> Tensor | None:
+    """int64 [m], ascending: the tokens that a draft head guesses from, None for all. Of a large vocabulary the first
+    ones: a byte-pair vocabulary is numbered by how early, so how often, its pairs were merged (after Zhao and others,
+    "FR-Spec", 2025). Tokens that end a text are among them. No text depends on it, only how many guesses stand."""
+    if vocab_size <= 2 * DRAFT_VOCABULARY:
+        return None
+    return torch.tensor(sorted({*range(DRAFT_VOCABULARY), *(token for token in eos if token < vocab_size)}))
 
 
 def _trunk_prefix(weights: Weights, folder: Path) -> str:
@@ -445,6 +465,7 @@ def _mtp(
     spec: ModelSpec,
     model: Qwen3_5,
     output: PackedLinear,
+    ids: Tensor | None,
 ) -> MtpHead | None:
     """The head if its tensors are there: converted checkpoints keep the config and lose the tensors, or the other way
     round, so the tensors decide."""
@@ -470,4 +491,4 @@ def _mtp(
         placeholder=spec.image_token,
     )
     mlp = variant.mlp(load.at("layers.0.mlp"), text)
-    return MtpHead(load, shape, head_spec, mlp, model.table, output, model.rotary)
+    return MtpHead(load, shape, head_spec, mlp, model.table, output, ids, model.rotary)

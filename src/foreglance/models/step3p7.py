@@ -305,6 +305,7 @@ class MtpModule:
         self._embedding_norm, self._hidden_norm = load.norm("enorm", shape.hidden), load.norm("hnorm", shape.hidden)
         self._fuse = load.linear({"eh_proj": shape.hidden}, 2 * shape.hidden)
         self._layer = Layer(load, shape, plan, 0)
+        self.guess_ids: Tensor | None = None
         self.plans = Plans(load.ops, self._forward)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
@@ -318,6 +319,9 @@ class MtpModule:
         x = ops.linear(ops.joined(embedding, hidden), self._fuse, batch.blocks)
         x = self._layer(x, batch, caches, {self._kind: self._rotary.angles(self._ops, batch.positions)})
         return self._output.handed_on(x)
+
+    def guess_logits(self, hidden: Tensor) -> Tensor:
+        return self._output.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._output.logits(hidden)

@@ -155,14 +155,17 @@ class NativeOps(TorchOps):
             fastest = np.minimum(fastest, spent)
         return (fastest / 1e3).tolist()
 
-    def pick_rows(self, logits: Tensor, token_ids: Tensor, picks: np.ndarray, cells: np.ndarray) -> None:
+    def pick_rows(
+        self, logits: Tensor, token_ids: Tensor, picks: np.ndarray, cells: np.ndarray, ids: Tensor | None = None
+    ) -> None:
         """Pick a token for each row [n, vocab] as `sampling.pick` does without filters: into `token_ids` [n] and behind
         the picks that there are, picks int64 [depth, n]. cells: how many there are, then for each row its temperature
-        (the bits of a float64), its seed and the number of its first token."""
+        (the bits of a float64), its seed and the number of its first token. `ids` int64 [vocab], ascending: what each
+        column stands for, if not for its own number."""
         n, vocab = logits.shape
         self._call(
             self._n.pick_rows, logits.data_ptr(), token_ids.data_ptr(), picks.ctypes.data, cells.ctypes.data, n, vocab,
-            logits.stride(0),
+            logits.stride(0), 0 if ids is None else ids.data_ptr(),
         )  # fmt: skip
 
     def advance(self, cells: np.ndarray, few: Few, positions: Tensor) -> None:
@@ -233,7 +236,7 @@ class NativeOps(TorchOps):
         out = self._new(2, n, r)
         self._call(
             self._n.angles, cos.data_ptr(), sin.data_ptr(), axis_of.data_ptr(), positions.data_ptr(), out.data_ptr(),
-            out.data_ptr() + 4 * n * r, n, r,
+            out.data_ptr() + 4 * n * r, n, r, cos.shape[0],
         )  # fmt: skip
         return out[0], out[1]
 

@@ -555,14 +555,14 @@ static void rotary(const Arg *a, int part, int parts) {
 }
 
 /* tables of cos, sin [positions, r], axis of each frequency int64 [r], positions int64 [axes, n], out cos, sin [n, r],
-   n, r */
+   n, r, positions in the table: one beyond it reads the last (only a guess can be there, at the end of a context) */
 static void angles(const Arg *a, int part, int parts) {
     int64_t n = a[6].i, r = a[7].i, from, to;
-    const int64_t *axis = a[2].p, *positions = a[3].p;
+    const int64_t *axis = a[2].p, *positions = a[3].p, last = a[8].i - 1;
     share(n, part, parts, &from, &to);
     for (int64_t i = from; i < to; i++)
         for (int64_t j = 0; j < r; j++) {
-            int64_t at = positions[axis[j] * n + i] * r + j;
+            int64_t position = positions[axis[j] * n + i], at = (position < last ? position : last) * r + j;
             ((float *)a[4].p)[i * r + j] = ((const float *)a[0].p)[at];
             ((float *)a[5].p)[i * r + j] = ((const float *)a[1].p)[at];
         }
@@ -645,10 +645,11 @@ INLINE double uniform_of(uint64_t key, int64_t token) {
 
 /* The first of the largest logit + temperature * noise. Noise beyond g has a chance below exp(-g), so only tokens whose
    uniform number leaves them a chance against the best so far have theirs computed. */
-INLINE int64_t sampled(const float *x, int64_t v, double temperature, uint64_t seed, int64_t index) {
+INLINE int64_t sampled(const float *x, int64_t v, double temperature, uint64_t seed, int64_t index,
+                       const int64_t *ids) {
     uint64_t key = mix(seed + GOLDEN * ((uint64_t)index + 1));
     int64_t at = first_of_most(x, v);
-    double best = x[at] + temperature * gumbel(uniform_of(key, at));
+    double best = x[at] + temperature * gumbel(uniform_of(key, ids ? ids[at] : at));
     float inverse = (float)(1.0 / temperature);
     for (int64_t from = 0; from < v; from += 64) {
         int64_t count = v - from < 64 ? v - from : 64;
@@ -656,7 +657,7 @@ INLINE int64_t sampled(const float *x, int64_t v, double temperature, uint64_t s
         float chance[64];
         int hopeful = 0;
         for (int64_t j = 0; j < count; j++) {
-            uniform[j] = uniform_of(key, from + j);
+            uniform[j] = uniform_of(key, ids ? ids[from + j] : from + j);
             chance[j] = exp_((x[from + j] - (float)best) * inverse) * 1.001f;
             hopeful |= 1.0 - uniform[j] <= chance[j];
         }
@@ -674,17 +675,20 @@ INLINE int64_t sampled(const float *x, int64_t v, double temperature, uint64_t s
 }
 
 /* logits [n, v], token ids int64 [n], picks int64 [depth, n], cells (how many picks before, then for each row its
-   temperature, seed and the number of its token), n, v, ld: as foreglance.sampling.pick without filters */
+   temperature, seed and the number of its token), n, v, ld, token id of each column, ascending, or null if they are the
+   columns' own numbers: as foreglance.sampling.pick without filters */
 static void pick_rows(const Arg *a, int part, int parts) {
     int64_t n = a[4].i, from, to;
     const Arg *cells = a[3].p;
+    const int64_t *ids = a[7].p;
     share(n, part, parts, &from, &to);
     for (int64_t i = from; i < to; i++) {
         const float *x = (const float *)a[0].p + i * a[6].i;
         const Arg *own = cells + 1 + 3 * i;
         int64_t before = cells[0].i, token;
         token = own[0].f == 0 ? first_of_most(x, a[5].i)
-                              : sampled(x, a[5].i, own[0].f, (uint64_t)own[1].i, own[2].i + before);
+                              : sampled(x, a[5].i, own[0].f, (uint64_t)own[1].i, own[2].i + before, ids);
+        token = ids ? ids[token] : token;
         ((int64_t *)a[1].p)[i] = token;
         ((int64_t *)a[2].p)[before * n + i] = token;
     }
