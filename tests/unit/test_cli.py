@@ -57,6 +57,18 @@ def described() -> dict:
 # ---------------------------------------------------------------- start-up
 
 
+@pytest.mark.parametrize("terminal, seconds, shown", [(True, -1.0, True), (True, 60.0, False), (False, -1.0, False)])
+def test_a_long_load_shows_a_bar_on_a_terminal_only(monkeypatch, capsys, terminal, seconds, shown):
+    monkeypatch.setattr(running, "LONG_LOAD", seconds)
+    monkeypatch.setenv("TTY_COMPATIBLE", str(int(terminal)))
+    monkeypatch.setenv("COLUMNS", "100")
+    with running.loading_bar() as hear:
+        hear("some-model", 1000, 4000)
+    out, err = capsys.readouterr()
+    assert out == "" and ("loading some-model" in err) == shown and ("1.0/4.0 kB" in err) == shown
+    assert shown or err == ""
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
 def test_help_and_version_import_no_torch(arguments):
     code = f"""

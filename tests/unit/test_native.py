@@ -9,6 +9,7 @@ from foreglance.batch import Few, FewPart
 from foreglance.cache.kv import KVSpec
 from foreglance.cache.recurrent import RecurrentSpec
 from foreglance.cache.store import CacheStore
+from foreglance.ops import formats
 from foreglance.ops.base import DeltaShape
 from foreglance.ops.formats import FORMATS, quantise
 from foreglance.ops.native import NativeOps, native_module
@@ -77,6 +78,16 @@ def test_quantising_costs_what_its_bits_allow(bits, most):
     restored = quantise(weight, bits).restored()
     assert (restored - weight).norm() / weight.norm() < most
     assert not restored[3, :32].any()
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+def test_a_row_is_quantised_alike_among_many_and_alone(monkeypatch, bits):
+    """A weight is quantised a few rows at a time."""
+    weight = torch.randn(50, 70, generator=torch.Generator().manual_seed(4))
+    whole = quantise(weight, bits)
+    monkeypatch.setattr(formats, "_AT_ONCE", 3 * 70)
+    pieces = quantise(weight, bits)
+    assert torch.equal(whole.values, pieces.values) and torch.equal(whole.scales, pieces.scales)
 
 
 def test_weights_that_are_quantised_already_are_taken_as_they_are():

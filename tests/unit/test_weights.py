@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from foreglance.models.base import ModelError
-from foreglance.models.weights import INDEX, SINGLE, Weights, find_model
+from foreglance.models.weights import INDEX, SINGLE, Weights, find_model, heard_by, stored_bytes
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4), "c.bias": torch.zeros(1)}
 
@@ -35,6 +35,18 @@ def test_every_tensor_is_handed_out(layout, tmp_path):
     assert {name: len(tensor) for name, tensor in weights.take_all("b.").items()} == {"weight": 4}
     assert list(weights.names("c.")) == ["c.bias"]
     weights.finish(lambda name: name == "c.bias")
+
+
+def test_who_listens_hears_how_far_a_checkpoint_is_read_and_nobody_else_does(tmp_path):
+    heard = []
+    with heard_by(lambda name, done, of: heard.append((name, done, of))):
+        weights = Weights(single(tmp_path))
+        weights.take("a.weight", 2, 3)
+        weights.take_all("b.")
+        weights.finish(lambda name: name == "c.bias")
+    Weights(tmp_path).take("a.weight", 2, 3)
+    whole = stored_bytes(tmp_path)
+    assert heard == [(tmp_path.name, done, whole) for done in (0, 24, whole)]
 
 
 def test_missing_mis_shaped_and_left_over_tensors_are_named_all_at_once(tmp_path):

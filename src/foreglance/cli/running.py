@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,6 +59,7 @@ def hush() -> None:
 
 
 SMALL_MODEL = 64 << 20  # bytes of weights
+LONG_LOAD = 2.0  # seconds that nobody minds to wait without a bar
 
 
 def threads_for(model: str) -> int:
@@ -74,6 +76,30 @@ def threads_for(model: str) -> int:
     return 1 if stored <= SMALL_MODEL else torch.get_num_threads()
 
 
+@contextmanager
+def loading_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal's stderr once loading takes longer than `LONG_LOAD`; -> what hears how far it is: name of the
+    checkpoint, bytes done, bytes in all."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console, began = Console(stderr=True), time.monotonic()
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task("", total=None)
+
+    def hear(name: str, done: int, of: int) -> None:
+        if console.is_terminal and time.monotonic() - began > LONG_LOAD:
+            bar.start()
+            bar.update(task, description=f"loading {name}", completed=done, total=of)
+
+    try:
+        yield hear
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
 def load_engine(options: ModelOptions, settings: Settings, draft: str = "auto", second: str | None = None) -> Engine:
     """Load the model that the options name, and a second one that drafts: `second`, or the assistant that lies beside
     the target. Anything wrong with them is the user's to mend, so it is a `RequestError`."""
@@ -83,7 +109,7 @@ def load_engine(options: ModelOptions, settings: Settings, draft: str = "auto", 
     from foreglance.engine import Engine
     from foreglance.models.base import ModelError
     from foreglance.models.gguf.folder import names_of
-    from foreglance.models.weights import find_assistant, find_model
+    from foreglance.models.weights import find_assistant, find_model, heard_by
 
     try:
         model, second = names_of(options.model, options.mmproj, second)
@@ -101,7 +127,8 @@ def load_engine(options: ModelOptions, settings: Settings, draft: str = "auto", 
             second = find_assistant(model)
         if draft in ("none", "ngram"):  # nobody will use the drafter that would be tried
             settings = replace(settings, try_drafts=False)
-        engine = Engine.load(model, settings, draft_model=second)
+        with loading_bar() as hear, heard_by(hear):
+            engine = Engine.load(model, settings, draft_model=second)
     except ModelError as error:
         raise RequestError(str(error), param="model", code="model_unusable") from error
     to_stderr(f"{engine.target.spec.name}: {engine.self_test}", style="dim")

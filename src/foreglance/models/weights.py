@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +21,8 @@ from foreglance.models.base import ModelError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+Hear = Callable[[str, int, int], None]
+_heard: ContextVar[Hear | None] = ContextVar("heard", default=None)
 EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 
 
@@ -168,6 +171,17 @@ def open_tensors(folder: Path) -> TensorSource:
     return GgufTensors(folder) if (folder / POINTER).is_file() else SafeFiles(folder)
 
 
+@contextmanager
+def heard_by(hear: Hear) -> Iterator[None]:
+    """Checkpoints that are loaded within tell `hear`, before each tensor and at the end, how far they are: the folder's
+    name, bytes read and packed, bytes in all."""
+    token = _heard.set(hear)
+    try:
+        yield
+    finally:
+        _heard.reset(token)
+
+
 class Weights:
     """The tensors of a checkpoint folder, handed out once each.
 
@@ -182,6 +196,8 @@ class Weights:
         self._taken: set[str] = set()
         self._missing: list[str] = []
         self._misshaped: list[str] = []
+        self._hear, self._read = _heard.get(), 0
+        self._total = stored_bytes(folder) if self._hear is not None else 0
 
     def __contains__(self, name: str) -> bool:
         return name in self._known
@@ -204,7 +220,7 @@ class Weights:
             self._missing.append(f"{name} {list(shape)}")
             return torch.zeros(shape)
         self._taken.add(name)
-        tensor = self._source.tensor(name)
+        tensor = self._read_in(name)
         if tuple(tensor.shape) != shape:
             self._misshaped.append(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
             return torch.zeros(shape)
@@ -214,11 +230,23 @@ class Weights:
         """Every tensor under a prefix, by the rest of its name: for parts whose shapes another library checks."""
         names = list(self.names(prefix))
         self._taken.update(names)
-        return {name[len(prefix) :]: self._source.tensor(name) for name in names}
+        return {name[len(prefix) :]: self._read_in(name) for name in names}
+
+    def _read_in(self, name: str) -> Tensor:
+        self._tell()
+        tensor = self._source.tensor(name)
+        self._read += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def _tell(self) -> None:
+        if self._hear is not None:
+            self._hear(self._folder.name, min(self._read, self._total), self._total)
 
     def finish(self, may_stay: Callable[[str], bool] = lambda name: False) -> None:
         """Close the files; raise `ModelError` naming every missing, mis-shaped and left-over tensor."""
         self._source.close()
+        self._read = self._total
+        self._tell()
         left = sorted(name for name in self._names if name not in self._taken and not may_stay(name))
         problems = [
             _listed("missing", self._missing),

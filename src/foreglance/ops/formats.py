@@ -17,6 +17,7 @@ HALF_MAX = 65504.0
 FORMATS = ("fp32", "fp16", "q8", "q4")
 BITS = {"fp32": 32.0, "fp16": 16.0, "q8": 8.5, "q4": 4.5}  # of one weight, scales included
 _Q4_TRIES = 6
+_AT_ONCE = 1 << 18  # weights that are quantised at a time: what they take on the way stays in a core's cache
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,23 @@ def quantise(weight: Tensor, bits: int) -> Quantised:
     """weight [out, in] of any float type. 8 bits: the largest of a group becomes 127. 4 bits: the scale with the least
     squared error of a few, since the largest one's own place may cost the others more."""
     num_out, num_in = weight.shape
-    pieces = [_quantised_rows(rows.float(), bits) for rows in weight.split(max(1, (1 << 24) // num_in))]
-    values, scales = (torch.cat(part) for part in zip(*pieces, strict=True))
+    groups, step = -(-num_in // GROUP), max(1, _AT_ONCE // num_in)
+    values = torch.empty(num_out, groups * GROUP, dtype=torch.int8)
+    scales = torch.empty(num_out, groups, dtype=torch.float16)
+    for start in range(0, num_out, step):
+        rows = slice(start, start + step)
+        values[rows], scales[rows] = _quantised_rows(weight[rows].float(), bits)
     return Quantised(bits, (num_out, num_in), values, scales)
 
 
 def _quantised_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     num_out, num_in = weight.shape
     groups = torch.nn.functional.pad(weight, (0, -num_in % GROUP)).view(num_out, -1, GROUP)
-    most = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # with its sign
     if bits == 8:
-        scales = _half(most.abs() / 127)
+        scales = _half(groups.abs().amax(-1, keepdim=True) / 127)
         values = _rounded(groups, scales, -127, 127)
     else:
+        most = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # with its sign
         scales, values = _best_of(groups, most)
     return values.to(torch.int8).view(num_out, -1), scales.squeeze(-1)
 
