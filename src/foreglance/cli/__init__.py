@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from foreglance import __version__
-from foreglance.cli import bench, bench_speed, chat, demo, explain, export, generate, models, serve
+from foreglance.cli import bench, bench_load, bench_speed, chat, demo, explain, export, generate, models, serve
 from foreglance.cli.show import print_json, to_stderr
 from foreglance.request import RequestError
 
@@ -77,7 +77,14 @@ for command in (
     export.export_gguf,
 ):
     app.command()(command)
-for command in (bench_speed.make_checkpoint, bench_speed.speed, bench_speed.peers, bench_speed.quality):
+for command in (
+    bench_speed.make_checkpoint,
+    bench_speed.speed,
+    bench_speed.peers,
+    bench_speed.quality,
+    bench_load.slots,
+    bench_load.soak,
+):
     bench.app.command()(command)
 app.add_typer(bench.app, name="bench")
 
