@@ -1,5 +1,7 @@
 """Plans: a recorded step computes what the forward computes, bit for bit; what cannot be recorded is run as it is."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from foreglance import Engine, Request, SamplingParams, Settings, Speculation
 from foreglance.batch import InputSpec, Part, pack
 from foreglance.bench.plans import profile
 from foreglance.cache.store import CacheStore
+from foreglance.drafters.mtp_chain import ChainDrafter
 from foreglance.models import qwen3_5
 from foreglance.models.plans import Plans
 from foreglance.ops.native import NativeOps, native_module
@@ -19,9 +22,9 @@ pytestmark = pytest.mark.skipif(not kernels_are_native(), reason="native kernels
 SETTINGS = Settings(weights="fp32", slots=2, prefix_cache_bytes=0, try_drafts=False)
 
 
-def answers(model, planned, requests, threads=1):
+def answers(model, planned, requests, threads=1, slots=2):
     """Tokens by request, of an engine whose steps are recorded or of one that records nothing."""
-    engine = Engine.load(model, SETTINGS)
+    engine = Engine.load(model, replace(SETTINGS, slots=slots))
     native_module().threads(threads)
     head = engine.target.head
     parts = () if head is None else head.modules if head.spec.num_modules > 1 else (head,)
@@ -51,6 +54,32 @@ def test_a_recorded_step_has_the_bits_of_the_forward(model):
     for temperature in (0.0, 0.8):
         recorded, plain = (answers(model, planned, requests_of(temperature)) for planned in (True, False))
         assert recorded == plain and all(len(tokens) > 3 for tokens in plain)
+
+
+@pytest.mark.parametrize("temperature", (0.0, 0.8))
+def test_a_chain_of_modules_guesses_alike_in_recorded_calls(temperature, monkeypatch):
+    """One sequence at a time, fewer guesses than modules and more. The draft rows that stay are alike too: a wrong one
+    would show in the guesses after it."""
+    sampling = SamplingParams(max_tokens=40, temperature=temperature, seed=3, logprobs=2)
+    once, original = [], ChainDrafter._at_once
+
+    def noted(drafter, one):
+        tokens = original(drafter, one)
+        once.append(0 if tokens is None else len(tokens))
+        return tokens
+
+    monkeypatch.setattr(ChainDrafter, "_at_once", noted)
+    for depth in (2, 5):
+        requests = [
+            Request.from_prompt(text, sampling=sampling, speculation=Speculation("auto", depth))
+            for text in ("Hello!", "What is this?", "Hello!", "Why?")
+        ]
+        found = []
+        for planned in (True, False):
+            once.clear()
+            found.append(answers("tiny-step", planned, requests, slots=1))
+            assert (max(once) == depth) == planned
+        assert found[0] == found[1]
 
 
 def test_threads_that_run_a_recorded_step_change_no_bit():

@@ -139,6 +139,32 @@ class ChainRunner:
 
         return run
 
+    def link_of(
+        self, sequence: Sequence, num_rows: int
+    ) -> Callable[[Many[int], int, Many[Tensor], int, int], tuple[int, Tensor]] | None:
+        """What computes `num_rows` rows of one sequence and makes one guess from the last, in one native call without a
+        batch: a function of the rows' tokens, the first one's coordinate, the states [rows, h] that they carry in
+        pieces, how many rows to keep, and how many guesses there are; -> the guess and the states that were made. None
+        where rows of that number are not recorded or more than temperature decides a pick."""
+        cache = self._store[sequence.id]
+        if not isinstance(self._model, Guessing) or cache.recurrent or not picks_plainly(sequence):
+            return None
+        plan = self._model.plans.link(num_rows, self._model)
+        if plan is None:
+            return None
+
+        def run(
+            tokens: Many[int], coordinate: int, states: Many[Tensor], keep: int, num_guesses: int
+        ) -> tuple[int, Tensor]:
+            params = sequence.request.sampling
+            self._store.reserve(sequence.id, num_rows)
+            number = len(sequence.generated) + num_guesses
+            found = plan.run(cache, tokens, coordinate, states, params.temperature, params.seed, number)
+            self._store.commit(sequence.id, keep, (coordinate + keep - 1,) * plan.axes)
+            return found
+
+        return run
+
     def _start(self, chain: Chain, position: np.ndarray) -> Guess:
         params, sequence = chain.sequence.request.sampling, chain.sequence
         return Guess(

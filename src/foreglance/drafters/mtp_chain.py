@@ -118,6 +118,10 @@ class ChainDrafter:
         # 1. take over the target's states of the rows that were committed
         for one in settled:
             self._modules[0].lanes[one.sequence].receive(one.first_row, one.hidden)
+        if len(settled) == 1 and (tokens := self._at_once(settled[0])) is not None:
+            return {settled[0].sequence.id: tokens}
+        if not any(one.depth or self._must_catch_up(one.sequence) for one in settled):
+            return {}
         none = torch.empty(0, self._width)
         rounds = [Round(Chain(one.sequence, one.depth, none), none, none) for one in settled]
         # 2. module by module: rows of known inputs, which stay, and rows made from the guesses so far; one more guess
@@ -127,6 +131,47 @@ class ChainDrafter:
         while alive := [one for one in rounds if len(one.chain.tokens) < one.chain.depth]:
             self._deepen(self._modules[-1], alive)
         return {one.sequence.id: tuple(one.chain.tokens) for one in rounds if one.chain.tokens}
+
+    def _must_catch_up(self, sequence: Sequence) -> bool:
+        return any(must_catch_up(sequence, module.lanes[sequence].num_waiting) for module in self._modules)
+
+    def _at_once(self, one: Settled) -> tuple[int, ...] | None:
+        """Steps 2 and 3 of a single sequence behind its prompt, one native call for each guess; None if that cannot be
+        done, and nothing has happened then."""
+        sequence, stop = one.sequence, one.sequence.known - 1
+        links = []
+        for depth in range(one.depth):
+            module = self._modules[min(depth, len(self._modules) - 1)]
+            lane = module.lanes[sequence]
+            if not lane.map.is_behind_the_prompt(lane.first):
+                return None
+            # deeper guesses come from the last module's provisional rows, and one more each time
+            num_rows = stop - lane.first if depth == module.number else depth
+            link = module.runner.link_of(sequence, num_rows) if 0 < num_rows <= TILE else None
+            if link is None:
+                return None
+            links.append((module, link))
+        resting = (module.lanes[sequence] for module in self._modules[one.depth :])
+        if not links or any(must_catch_up(sequence, lane.num_waiting) for lane in resting):
+            return None
+        guesses: list[int] = []
+        made = fed = torch.empty(0, self._width)
+        for depth, (module, link) in enumerate(links):
+            lane, rows = module.lanes[sequence], module.lanes.store[sequence.id].rows
+            start, keep = lane.first, 0
+            if depth == module.number:
+                keep, states = lane.ready - start, [lane.rest(), made]
+                lane.due()
+            else:
+                states = [fed, made[-1:]]
+            ahead = start + lane.map.shift - sequence.num_prompt
+            tokens = [*sequence.generated[ahead:], *guesses]
+            guess, made = link(tokens, lane.map.coordinate(rows), states, keep, len(guesses))
+            guesses.append(guess)
+            if keep and module.number + 1 < len(self._modules):
+                self._modules[module.number + 1].lanes[sequence].receive(start, made[:keep])
+            fed, made = torch.cat(states)[keep:], made[keep:]
+        return tuple(guesses)
 
     def _advance(self, module: Module, rounds: Many[Round]) -> None:
         guessing = [one for one in rounds if one.chain.depth > module.number]

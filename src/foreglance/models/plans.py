@@ -241,6 +241,50 @@ class CatchUpPlan:
         return chain.guess(depth, holder.rows + n, holder.addresses, coordinate + n, temperature, seed, index)
 
 
+class LinkPlan:
+    """Rows of one sequence through a module of a chain, and one guess from the last of them."""
+
+    def __init__(self, ops: NativeOps, plan: Plan, head: Guessing):
+        assert plan.output is not None
+        self._ops, self._plan, self.axes = ops, plan, len(plan.coords)
+        self._steps = np.arange(len(plan.ids))
+        self._token, self._pick = torch.zeros(1, dtype=torch.int64), np.zeros((1, 1), np.int64)
+        self._cells = np.zeros(4, np.int64)
+        picking = Record()
+        ops.recorder = picking
+        try:
+            with _OnlyViews():
+                scores = head.guess_logits(plan.output[-1:])
+                ops.pick_rows(scores, self._token, self._pick, self._cells, head.guess_ids)
+        finally:
+            ops.recorder = None
+        self._buffers = picking.buffers
+        self._lines = Lines([*plan.record.calls, *picking.calls])
+
+    def run(
+        self,
+        holder: Holder,
+        tokens: Sequence[int],
+        coordinate: int,
+        states: Sequence[Tensor],
+        temperature: float,
+        seed: int,
+        index: int,
+    ) -> tuple[int, Tensor]:
+        """-> the guess, and the states [rows, h] that the module made. `coordinate` is that of the first row on every
+        axis, `states` what the rows are fed, in pieces; `index` the number of the guess."""
+        plan = self._plan
+        assert plan.hidden is not None and plan.output is not None
+        plan.ids[:] = tokens
+        plan.coords[:] = self._steps + coordinate
+        torch.cat(states, out=plan.hidden)
+        plan.table[:5] = 1, 0, len(tokens), holder.rows, holder.addresses
+        self._cells[:] = 0, 0, _signed(seed), index
+        self._cells[1:2].view(np.float64)[0] = temperature
+        self._ops.run(self._lines)
+        return int(self._pick[0, 0]), plan.output.clone()
+
+
 class Plans:
     """A family's forward, recorded where that can be done."""
 
@@ -250,6 +294,7 @@ class Plans:
         self._plans: dict[int, Plan] = {}
         self._chains: dict[int, ChainPlan | None] = {}
         self._catch_ups: dict[int, CatchUpPlan] = {}
+        self._links: dict[int, LinkPlan | None] = {}
         self._met: set[int] = set()
         self.refused: str | None = None  # what the forward computes that no kernel does
 
@@ -298,8 +343,23 @@ class Plans:
             self._catch_ups[num_rows] = CatchUpPlan(self._ops, plan, chain)
         return self._catch_ups[num_rows]
 
+    def link(self, num_rows: int, head: Guessing) -> LinkPlan | None:
+        """The plan of `num_rows` rows of one sequence and one guess from the last; None while their forward is not
+        recorded, or if logits cannot be."""
+        if num_rows not in self._links:
+            plan = self._plans.get(num_rows)
+            if plan is None or self._ops is None:
+                return None
+            try:
+                self._links[num_rows] = LinkPlan(self._ops, plan, head)
+            except NotRecordable as error:
+                log.info("guesses are not recorded: logits compute %s outside the kernels", error)
+                self._links[num_rows] = None
+        return self._links[num_rows]
+
     def forget(self) -> None:
         """Drop what was recorded."""
+        self._links.clear()
         self._catch_ups.clear()
         self._plans.clear()
         self._chains.clear()
