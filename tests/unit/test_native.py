@@ -174,8 +174,8 @@ def test_bits_do_not_depend_on_the_number_of_threads():
         assert all(torch.equal(a, b) for a, b in zip(out, outs[0], strict=True))
 
 
-SPECS = (KVSpec(2, 24), KVSpec(2, 24, 20), RecurrentSpec(((3, 2 * 2 * 16 + 4 * 24), (4, 16, 24))))
-HOW = DeltaShape(2, 4, 16, 24, 1e-6)
+SPECS = (KVSpec(2, 24), KVSpec(2, 24, 20), RecurrentSpec(((3, 2 * 2 * 16 + 4 * 88), (4, 16, 88))))
+HOW = DeltaShape(2, 4, 16, 88, 1e-6)  # of every width of vector some columns
 CHANNELS = SPECS[2].shapes[0][1]
 CONV = torch.randn(CHANNELS, 4, generator=torch.Generator().manual_seed(9))
 HELD = {0: 150, 1: 37}  # rows of two sequences

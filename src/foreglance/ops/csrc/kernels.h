@@ -822,8 +822,12 @@ static void attend_rows(const Arg *a, int part, int parts) {
 #define TAILS 0
 #define STATES 1
 #define CURRENT 2
+#define BASE 3
+#define PENDING 4
+#define KEPT 5
+#define STEPS 6
 
-/* Where the snapshot after row i of a part lies: the slots but the one that holds the committed state. */
+/* Where the convolution's inputs after row i of a part lie: the slots but the one that holds the committed ones. */
 INLINE int64_t slot_of(const int64_t *block, int64_t i) { return i < block[CURRENT] ? i : i + 1; }
 
 /* parts, layer, x [n, c], weight [width, c], out [n, c], c, width, ldx: causal convolution and silu */
@@ -868,67 +872,149 @@ static void delta_gates(const Arg *a, int part, int parts) {
         }
 }
 
-/* columns [c, c + PV vectors) of one head: state after = decay state + k (beta (v - decay state k)), out = state q */
-INLINE void delta_columns(const float *before, float *after, const float *q, const float *k, const float *v, float *out,
-                          float decay, float beta, int64_t dk, int64_t dv, const int PV) {
+/* What row i of a part did to a head's state: cells [decay, q dk, k dk, held dv]. */
+INLINE float *step_of(float *steps, int64_t i, int64_t head, int64_t v_heads, int64_t dk, int64_t dv) {
+    return steps + (i * v_heads + head) * (1 + 2 * dk + dv);
+}
+
+/* A state behind a row; the one place where it is computed, so that a repeated row gives the same bits. */
+INLINE vf moved(vf state, vf held, float decay, float k) { return state * decay + held * k; }
+
+/* columns [c, c + PV vectors) of one head: repeat a row */
+INLINE void repeat_columns(const float *before, float *after, const float *step, int64_t c, int64_t dk, int64_t dv,
+                           const int PV) {
+    const float *k = step + 1 + dk, *held = k + dk + c;
+    for (int64_t i = 0; i < dk; i++)
+        UNROLL for (int p = 0; p < PV; p++)
+            store(after + i * dv + p * W, moved(load(before + i * dv + p * W), load(held + p * W), step[0], k[i]));
+}
+
+/* columns [c, c + PV vectors) of one head: state after = decay state + k (beta (v - decay state k)), out = state q;
+   beta (v - ...) is left in the row's step */
+INLINE void delta_columns(const float *before, float *after, float *step, const float *v, float *out, float beta,
+                          int64_t c, int64_t dk, int64_t dv, const int PV) {
+    const float decay = step[0], *q = step + 1, *k = q + dk;
     vf held[4], read[4];
     UNROLL for (int p = 0; p < PV; p++) held[p] = read[p] = (vf){0};
     for (int64_t i = 0; i < dk; i++)
         UNROLL for (int p = 0; p < PV; p++) held[p] += load(before + i * dv + p * W) * k[i];
-    UNROLL for (int p = 0; p < PV; p++) held[p] = (load(v + p * W) - held[p] * decay) * beta;
+    UNROLL for (int p = 0; p < PV; p++) {
+        held[p] = (load(v + c + p * W) - held[p] * decay) * beta;
+        store(step + 1 + 2 * dk + c + p * W, held[p]);
+    }
     for (int64_t i = 0; i < dk; i++)
         UNROLL for (int p = 0; p < PV; p++) {
-            vf state = load(before + i * dv + p * W) * decay + held[p] * k[i];
+            vf state = moved(load(before + i * dv + p * W), held[p], decay, k[i]);
             store(after + i * dv + p * W, state);
             read[p] += state * q[i];
         }
-    UNROLL for (int p = 0; p < PV; p++) store(out + p * W, read[p]);
+    UNROLL for (int p = 0; p < PV; p++) store(out + c + p * W, read[p]);
 }
 
+/* A last column, the same way. */
+INLINE void repeat_column(const float *before, float *after, const float *step, int64_t c, int64_t dk, int64_t dv) {
+    const float *k = step + 1 + dk, held = k[dk + c];
+    for (int64_t i = 0; i < dk; i++) after[i * dv] = before[i * dv] * step[0] + held * k[i];
+}
+
+INLINE void delta_column(const float *before, float *after, float *step, const float *v, float *out, float beta,
+                         int64_t c, int64_t dk, int64_t dv) {
+    const float *q = step + 1, *k = q + dk;
+    float held = 0, read = 0;
+    for (int64_t i = 0; i < dk; i++) held += before[i * dv] * k[i];
+    step[1 + 2 * dk + c] = (v[c] - held * step[0]) * beta;
+    repeat_column(before, after, step, c, dk, dv);
+    for (int64_t i = 0; i < dk; i++) read += after[i * dv] * q[i];
+    out[c] = read;
+}
+
+/* One head of one sequence: the committed state, brought up to date by repeating rows that were kept, and where it and
+   the state behind the last row go. */
+typedef struct {
+    const float *base;
+    float *committed, *live, *kept, *steps;
+    int64_t pending;
+} Head;
+
+INLINE Head head_of(const int64_t *block, int64_t head, int64_t size, int64_t dk, int64_t dv) {
+    float *states = (float *)(intptr_t)block[STATES] + head * dk * dv;
+    int64_t base = block[BASE];
+    return (Head){states + base * size, states + (base > 0 ? 0 : 1) * size, states + (base > 1 ? 1 : 2) * size,
+                  (float *)(intptr_t)block[KEPT], (float *)(intptr_t)block[STEPS], block[PENDING]};
+}
+
+/* address block, heads, dk, dv: the committed state of one sequence into its place */
+static void delta_commit(const Arg *a, int part, int parts) {
+    int64_t heads = a[1].i, dk = a[2].i, dv = a[3].i, from, to;
+    share(heads, part, parts, &from, &to);
+    for (int64_t at = from; at < to; at++) {
+        Head head = head_of(a[0].p, at, heads * dk * dv, dk, dv);
+        const float *before = head.base;
+        for (int64_t i = 0; i < head.pending; i++) {
+            const float *step = step_of(head.kept, i, at, heads, dk, dv);
+            int64_t c = 0;
+            for (; c + 4 * W <= dv; c += 4 * W) repeat_columns(before + c, head.committed + c, step, c, dk, dv, 4);
+            for (; c + W <= dv; c += W) repeat_columns(before + c, head.committed + c, step, c, dk, dv, 1);
+            for (; c < dv; c++) repeat_column(before + c, head.committed + c, step, c, dk, dv);
+            before = head.committed;
+        }
+    }
+}
+
+/* All rows over a few columns of a head before the next columns, whose state would not stay in the cache.
+   `REPEAT` and `ROW` take (before, after, step, ...). */
+#define OVER_ROWS(REPEAT, ROW)                                                                                         \
+    do {                                                                                                               \
+        const float *before = head.base + c;                                                                           \
+        for (int64_t i = 0; i < head.pending; i++) {                                                                   \
+            const float *step = step_of(head.kept, i, at_head, v_heads, dk, dv);                                       \
+            REPEAT;                                                                                                    \
+            before = head.committed + c;                                                                               \
+        }                                                                                                              \
+        for (int64_t i = 0; i < own[1]; i++) {                                                                         \
+            int64_t row = own[0] + i;                                                                                  \
+            float *step = step_of(head.steps, i, at_head, v_heads, dk, dv);                                            \
+            const float *v = (const float *)a[2].p + row * a[12].i + 2 * k_heads * dk + at_head * dv;                  \
+            float *out = (float *)a[5].p + (row * v_heads + at_head) * dv;                                             \
+            float beta = ((const float *)a[4].p)[row * v_heads + at_head];                                             \
+            ROW;                                                                                                       \
+            before = head.live + c;                                                                                    \
+        }                                                                                                              \
+    } while (0)
+
 /* parts, layer, mixed [n, 2 key heads dk + value heads dv], log decay, beta [n, value heads], out [n, value heads, dv],
-   key heads, value heads, dk, dv, eps, scale of q, ld mixed: gated delta rule row by row, a snapshot after each row */
+   key heads, value heads, dk, dv, eps, scale of q, ld mixed: gated delta rule row by row. Leaves the committed state,
+   the state behind the last row, and what each row did */
 static void delta_rows(const Arg *a, int part, int parts) {
     const int64_t *table = a[0].p;
     int64_t k_heads = a[6].i, v_heads = a[7].i, dk = a[8].i, dv = a[9].i, size = v_heads * dk * dv, from, to;
-    float q[MAX_HEAD], k[MAX_HEAD];
     share(table[0] * v_heads, part, parts, &from, &to);
     for (int64_t at = from; at < to; at++) {
         const int64_t *own = table + 1 + at / v_heads * PART_CELLS, *block = block_of(own, a[1].i);
-        int64_t head = at % v_heads, key_head = head / (v_heads / k_heads);
-        float *states = (float *)(intptr_t)block[STATES] + head * dk * dv;
-        const float *before = states + block[CURRENT] * size;
+        int64_t at_head = at % v_heads, key_head = at_head / (v_heads / k_heads), c = 0;
+        Head head = head_of(block, at_head, size, dk, dv);
         for (int64_t i = 0; i < own[1]; i++) {
             int64_t row = own[0] + i;
             const float *mixed = (const float *)a[2].p + row * a[12].i;
             const float *raw_q = mixed + key_head * dk, *raw_k = mixed + (k_heads + key_head) * dk;
-            const float *v = mixed + 2 * k_heads * dk + head * dv;
             float of_q = 1.0f / sqrtf(dot(raw_q, raw_q, dk) + (float)a[10].f) * (float)a[11].f;
             float of_k = 1.0f / sqrtf(dot(raw_k, raw_k, dk) + (float)a[10].f);
-            float decay = exp_(((const float *)a[3].p)[row * v_heads + head]);
-            float beta = ((const float *)a[4].p)[row * v_heads + head];
-            float *out = (float *)a[5].p + (row * v_heads + head) * dv, *after = states + slot_of(block, i) * size;
+            float *step = step_of(head.steps, i, at_head, v_heads, dk, dv);
+            step[0] = exp_(((const float *)a[3].p)[row * v_heads + at_head]);
             for (int64_t j = 0; j < dk; j++) {
-                q[j] = raw_q[j] * of_q;
-                k[j] = raw_k[j] * of_k;
+                step[1 + j] = raw_q[j] * of_q;
+                step[1 + dk + j] = raw_k[j] * of_k;
             }
-            int64_t c = 0;
-            for (; c + 4 * W <= dv; c += 4 * W)
-                delta_columns(before + c, after + c, q, k, v + c, out + c, decay, beta, dk, dv, 4);
-            for (; c + W <= dv; c += W)
-                delta_columns(before + c, after + c, q, k, v + c, out + c, decay, beta, dk, dv, 1);
-            for (; c < dv; c++) {
-                float held = 0, read = 0;
-                for (int64_t j = 0; j < dk; j++) held += before[j * dv + c] * k[j];
-                held = (v[c] - held * decay) * beta;
-                for (int64_t j = 0; j < dk; j++) {
-                    float state = before[j * dv + c] * decay + held * k[j];
-                    after[j * dv + c] = state;
-                    read += state * q[j];
-                }
-                out[c] = read;
-            }
-            before = after;
         }
+        for (; c + 4 * W <= dv; c += 4 * W)
+            OVER_ROWS(repeat_columns(before, head.committed + c, step, c, dk, dv, 4),
+                      delta_columns(before, head.live + c, step, v, out, beta, c, dk, dv, 4));
+        for (; c + W <= dv; c += W)
+            OVER_ROWS(repeat_columns(before, head.committed + c, step, c, dk, dv, 1),
+                      delta_columns(before, head.live + c, step, v, out, beta, c, dk, dv, 1));
+        for (; c < dv; c++)
+            OVER_ROWS(repeat_column(before, head.committed + c, step, c, dk, dv),
+                      delta_column(before, head.live + c, step, v, out, beta, c, dk, dv));
     }
 }
 
