@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 FASTER, SLOWER = 0.3, 0.05  # shared machines stall: follow a fast sample quickly, a slow one reluctantly
+STALL = 2.0  # and count no sample as more than so many times what was known: a stall may be a hundred short steps long
 LEAST_WEIGHT, MOST_WEIGHT = 4.0, 9.0
 
 
@@ -32,7 +33,7 @@ class CostCurve:
     def add(self, count: int, seconds: float) -> None:
         if count in self._seconds:
             old = self._seconds[count]
-            self._seconds[count] = old + (FASTER if seconds < old else SLOWER) * (seconds - old)
+            self._seconds[count] = old + (FASTER if seconds < old else SLOWER) * (min(seconds, STALL * old) - old)
             return
         samples = self._first.setdefault(count, [])
         samples.append(seconds)

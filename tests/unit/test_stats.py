@@ -27,6 +27,17 @@ def test_a_stall_hardly_moves_a_cost_and_a_fast_sample_does():
     assert 0.5 < fast.at(1) < 0.9
 
 
+def test_a_stall_of_any_length_counts_as_a_short_one():
+    """A stall of a hundred steps once made a depth six times as dear as it was."""
+    curve = CostCurve()
+    for seconds in (1.0, 1.0, 1.0, 100.0):
+        curve.add(1, seconds)
+    assert 1.0 < curve.at(1) < 1.1
+    for _ in range(200):  # but steps that have become dearer are followed
+        curve.add(1, 4.0)
+    assert curve.at(1) > 3.9
+
+
 def test_one_measured_count_is_flat_or_proportional():
     flat, proportional = CostCurve(), CostCurve(proportional=True)
     for _ in range(CostCurve.ENOUGH):
