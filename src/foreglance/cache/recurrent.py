@@ -64,9 +64,9 @@ class Recurrent:
     writes its states itself (`write`) leaves a snapshot of every tensor for each row that may be kept. Native kernels
     do so for the first tensor only. Of the second, [heads, dk, dv], they leave the state behind the last row, and of
     each row the step that led there; a state behind an earlier row is made by repeating the kept steps, with the same
-    bits, when it is next needed. The pool of that tensor has three slots: the committed state or an earlier one, from which
-    `PENDING` kept steps lead to it; the committed state as the kernels make it of those; the state behind the last row.
-    `address` are the cells that they read.
+    bits, when it is next needed. The pool of that tensor has three slots: the committed state or an earlier one, from
+    which `PENDING` kept steps lead to it; the committed state as the kernels make it of those; the state behind the
+    last row. `address` are the cells that they read.
     """
 
     def __init__(self, spec: RecurrentSpec):
