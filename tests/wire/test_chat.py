@@ -235,7 +235,8 @@ def test_completions_stream_what_the_whole_answer_holds(client):
     lists = [piece.logprobs for piece in pieces if piece.logprobs]
     for name in ("tokens", "text_offset"):
         assert [x for one in lists for x in vars(one)[name]] == vars(whole.choices[0].logprobs)[name]
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens  # how many were kept and guessed may differ
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     text, places = whole.choices[0].text, whole.choices[0].logprobs
     assert all(text[at:].startswith(word) for at, word in zip(places.text_offset, places.tokens, strict=True))
 
