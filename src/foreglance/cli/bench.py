@@ -23,7 +23,7 @@ app = typer.Typer(help="Measure acceptance, exactness and speed on this machine.
 
 Model = Annotated[str, typer.Option("--model", help="Embedded model, folder or hub name.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on the last line, nothing else on stdout.")]
-Weights = Annotated[str, typer.Option(help="auto, fp32 or fp16.")]
+Weights = Annotated[str, typer.Option(help="auto, fp32, fp16, q8 or q4.")]
 
 
 @contextmanager
