@@ -12,7 +12,8 @@ from foreglance.batch import InputSpec, Part, pack
 from foreglance.bench.plans import profile
 from foreglance.cache.store import CacheStore
 from foreglance.drafters.mtp_chain import ChainDrafter
-from foreglance.models import qwen3_5
+from foreglance.drafters.shared_cache import SharedCacheDrafter
+from foreglance.models import gemma4_assistant, qwen3_5
 from foreglance.models.plans import Plans
 from foreglance.ops.native import NativeOps, native_module
 from foreglance.ops.numerics import kernels_are_native
@@ -79,6 +80,37 @@ def test_a_chain_of_modules_guesses_alike_in_recorded_calls(temperature, monkeyp
             once.clear()
             found.append(answers("tiny-step", planned, requests, slots=1))
             assert (max(once) == depth) == planned
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("temperature", (0.0, 0.8))
+def test_an_assistant_guesses_alike_in_recorded_calls(temperature, monkeypatch):
+    """One sequence at a time, beyond the window of its sliding layers: the same tokens and guesses."""
+    sampling = SamplingParams(max_tokens=90, temperature=temperature, seed=3, ignore_eos=True)
+    original, guesses = SharedCacheDrafter.propose, []
+
+    def noted(drafter, settled):
+        tokens = original(drafter, settled)
+        guesses.append(list(tokens.values()))
+        return tokens
+
+    monkeypatch.setattr(SharedCacheDrafter, "propose", noted)
+    for depth in (2, 5):
+        found = []
+        for planned in (True, False):
+            guesses.clear()
+            engine = Engine.load("tiny-gemma", replace(SETTINGS, slots=1), draft_model="tiny-gemma-assistant")
+            with monkeypatch.context() as patched:
+                if not planned:
+                    patched.setattr(SharedCacheDrafter, "_at_once", lambda drafter, chain: None)
+                else:
+                    patched.setattr(gemma4_assistant.Gemma4Assistant, "forward", None)  # not called
+                tokens = []
+                for text in ("Hello!", "What is this?"):
+                    request = Request.from_prompt(text, sampling=sampling, speculation=Speculation("auto", depth))
+                    tokens.append(engine.generate(request)[0].token_ids)
+            assert max(len(one[0]) for one in guesses if one) == depth
+            found.append((tokens, list(guesses)))
         assert found[0] == found[1]
 
 

@@ -17,7 +17,8 @@ from foreglance.cache.kv import KV
 from foreglance.cache.prefix import Hit, Memory
 from foreglance.cache.store import CacheStore
 from foreglance.drafters.base import Settled
-from foreglance.drafters.chains import Chain, extend
+from foreglance.drafters.chains import Chain, extend, picks_plainly
+from foreglance.models.plans import ReadingAtOnce
 from foreglance.models.reading import Lent, Reader
 from foreglance.request import MAX_DEPTH
 from foreglance.sequence import Sequence
@@ -51,6 +52,8 @@ class SharedCacheDrafter:
     def propose(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
         # 1. who guesses, each from the target's state of its last verified row
         chains = [Chain(one.sequence, one.depth, self._start(one)) for one in settled if one.depth]
+        if len(chains) == 1 and (tokens := self._at_once(chains[0])) is not None:
+            return {chains[0].sequence.id: tokens}
         # 2. what each sees and where it stands, at every depth
         lent = {chain.sequence.id: self._lent(chain.sequence) for chain in chains}
         at = {chain.sequence.id: self._position(chain.sequence) for chain in chains}
@@ -62,6 +65,21 @@ class SharedCacheDrafter:
             state = self._reader.forward(last, hidden, positions, [lent[chain.sequence.id] for chain in alive])
             self._extend(alive, state)
         return {chain.sequence.id: tuple(chain.tokens) for chain in chains}
+
+    def _at_once(self, chain: Chain) -> tuple[int, ...] | None:
+        """Steps 2 and 3 of a single sequence in one native call; None where they are not recorded or more than
+        temperature decides a pick."""
+        sequence, reader = chain.sequence, self._reader
+        if not isinstance(reader, ReadingAtOnce) or not picks_plainly(sequence):
+            return None
+        position, lent = self._position(sequence), self._lent(sequence)
+        plan = reader.plan(len(position), lent)
+        if plan is None:
+            return None
+        params, generated = sequence.request.sampling, sequence.generated
+        return plan.run(
+            generated[-1], chain.hidden, position, lent, chain.depth, params.temperature, params.seed, len(generated)
+        )
 
     def _extend(self, chains: Many[Chain], state: Tensor) -> None:
         extend(chains, self._reader.logits(state).numpy())

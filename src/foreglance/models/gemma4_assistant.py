@@ -13,6 +13,7 @@ Facts and where they come from (transformers 5.24 `models/gemma4_assistant` and 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,15 @@ from foreglance.batch import TILE
 from foreglance.models.base import ModelError, Target, tiles_of
 from foreglance.models.gemma4 import SCALE, Gemma4, Layer, LayerShape, Loader, Shape, rotary_of
 from foreglance.models.layers import RotaryTable
+from foreglance.models.plans import NotRecordable, ReaderPlan
 from foreglance.models.reading import Lent, Read, ReaderSpec
 from foreglance.models.weights import Weights
 from foreglance.ops.base import Ops
+from foreglance.ops.native import Borrowed, NativeOps
+from foreglance.request import MAX_DEPTH
 
 FAMILY = "gemma4_assistant"
+log = logging.getLogger(__name__)
 
 
 class LentView:
@@ -45,6 +50,21 @@ class LentView:
     def look(self, layer: LayerShape, query: Tensor) -> Tensor:
         rows = [self._ops.attend_row(q, *lent[layer.cache], SCALE) for q, lent in zip(query, self._lent, strict=True)]
         return torch.stack(rows)
+
+
+class BorrowedView:
+    """`LentView` of one row, on cells that a plan keeps."""
+
+    def __init__(self, ops: NativeOps, positions: Tensor, rotary: dict[str, RotaryTable], seen: Borrowed):
+        self.blocks = tiles_of(1, TILE)
+        self.angles = {kind: table.angles(ops, positions) for kind, table in rotary.items()}
+        self._ops, self._seen = ops, seen
+
+    def attend(self, layer: LayerShape, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        raise RuntimeError("an assistant writes no cache")
+
+    def look(self, layer: LayerShape, query: Tensor) -> Tensor:
+        return self._ops.attend_borrowed(self._seen, layer.cache, query, layer.kv_heads, SCALE)
 
 
 class FullHead:
@@ -83,6 +103,9 @@ class Gemma4Assistant:
     def __init__(self, spec: ReaderSpec, shape: Shape, load: Loader, target: Gemma4, rotary: dict[str, RotaryTable]):
         self.spec = spec
         self._ops, self._shape, self._rotary, self._embed = load.ops, shape, rotary, target.embed
+        self._target_ops = target.ops
+        self._plan: ReaderPlan | None = None
+        self.refused: str | None = None  # what guesses compute that no kernel does
         self._in = load.linear({"pre_projection": shape.hidden}, 2 * spec.hidden_size)
         self._out = load.linear({"post_projection": spec.hidden_size}, shape.hidden)
         self._layers = [Layer(load.at(f"model.layers.{i}"), shape, layer) for i, layer in enumerate(shape.layers)]
@@ -90,8 +113,28 @@ class Gemma4Assistant:
         self.head: FullHead | OrderedHead | None = None
 
     def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, lent: Sequence[Lent]) -> Tensor:
-        view = LentView(self._ops, positions, self._rotary, lent)
-        x = self._ops.linear(torch.cat([self._embed(token_ids), hidden], -1), self._in, view.blocks)
+        return self._run(token_ids, hidden, LentView(self._ops, positions, self._rotary, lent))
+
+    def forward_borrowed(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, seen: Borrowed) -> Tensor:
+        """`forward` of one row on cells that a plan keeps."""
+        assert isinstance(self._ops, NativeOps)
+        return self._run(token_ids, hidden, BorrowedView(self._ops, positions, self._rotary, seen))
+
+    def plan(self, axes: int, lent: Lent) -> ReaderPlan | None:
+        """The recorded guesses of one sequence; None where they cannot be recorded."""
+        ops, others = self._ops, self._target_ops
+        if not isinstance(ops, NativeOps) or not isinstance(others, NativeOps) or self.refused is not None:
+            return None
+        if self._plan is None:
+            try:
+                self._plan = ReaderPlan((ops, others), self, axes, self.spec.hidden_size, lent, MAX_DEPTH)
+            except NotRecordable as error:
+                self.refused = str(error)
+                log.info("an assistant's guesses are not recorded: they compute %s outside the kernels", error)
+        return self._plan
+
+    def _run(self, token_ids: Tensor, hidden: Tensor, view: LentView | BorrowedView) -> Tensor:
+        x = self._ops.linear(self._ops.joined(self._embed(token_ids), hidden), self._in, view.blocks)
         for layer in self._layers:
             x = layer(x, None, view)
         return self._ops.rms_norm(x, self._norm, self._shape.eps)

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreglance.batch import TILE, Batch, Few, Holder
 from foreglance.models.base import Caches
+from foreglance.models.reading import Lent
 from foreglance.ops.base import Ops
-from foreglance.ops.native import Lines, NativeOps
+from foreglance.ops.native import Borrowed, Lines, NativeOps
 
 log = logging.getLogger(__name__)
 
@@ -283,6 +284,69 @@ class LinkPlan:
         self._cells[1:2].view(np.float64)[0] = temperature
         self._ops.run(self._lines)
         return int(self._pick[0, 0]), plan.output.clone()
+
+
+@runtime_checkable
+class ReadingAtOnce(Protocol):
+    """A draft model without a cache, whose guesses may be recorded."""
+
+    def plan(self, axes: int, lent: Lent) -> ReaderPlan | None: ...
+
+    def forward_borrowed(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, seen: Borrowed) -> Tensor: ...
+
+    def logits(self, state: Tensor) -> Tensor: ...
+
+    def chained(self, state: Tensor) -> Tensor: ...
+
+
+class ReaderPlan:
+    """Guesses of one sequence by a model that reads its target's cache: forward, logits, pick, and on to the next,
+    which has the same position and sees the same rows. Raises `NotRecordable`. `used`: all operations that it uses."""
+
+    def __init__(
+        self, used: Sequence[NativeOps], model: ReadingAtOnce, axes: int, width: int, lent: Lent, deepest: int
+    ):
+        self._ops = used[0]
+        self._token, self._hidden = torch.zeros(1, dtype=torch.int64), torch.zeros(1, width)
+        self._positions, self._seen = torch.zeros(axes, 1, dtype=torch.int64), Borrowed(len(lent))
+        self._picks, self._cells = np.zeros((deepest, 1), np.int64), np.zeros(4, np.int64)
+        self._nothing, still = np.zeros(1, np.int64), torch.empty(axes, 0, dtype=torch.int64)
+        self._seen.set(lent)
+        self._record = Record()
+        try:
+            for ops in used:
+                ops.recorder = self._record
+            with _OnlyViews():
+                state = model.forward_borrowed(self._token, self._hidden, self._positions, self._seen)
+                scores = model.logits(state)
+                self._ops.pick_rows(scores, self._token, self._picks, self._cells)
+                self._ops.copied(model.chained(state), self._hidden)
+                self._ops.advance(self._cells, Few((), self._nothing), still)
+        finally:
+            for ops in used:
+                ops.recorder = None
+        self._lines = Lines(self._record.calls)
+
+    def run(
+        self,
+        token: int,
+        hidden: Tensor,
+        position: Tensor,
+        lent: Lent,
+        depth: int,
+        temperature: float,
+        seed: int,
+        index: int,
+    ) -> tuple[int, ...]:
+        """`index` is the number of the first guess."""
+        self._token[0] = token
+        self._hidden.copy_(hidden)
+        self._positions.copy_(position)
+        self._seen.set(lent)
+        self._cells[:] = 0, 0, _signed(seed), index
+        self._cells[1:2].view(np.float64)[0] = temperature
+        self._ops.run(self._lines, depth)
+        return tuple(self._picks[:depth, 0].tolist())
 
 
 class Plans:

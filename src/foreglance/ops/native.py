@@ -75,6 +75,21 @@ def _described(kernel: int, args: list[int]) -> tuple[str, str]:
     return name, SIZES[name].format(*args)
 
 
+class Borrowed:
+    """What a row of one sequence sees of `count` caches that others wrote, as `attend_rows` reads it."""
+
+    def __init__(self, count: int):
+        self._blocks = np.zeros((count, 4), np.int64)
+        self._addresses = np.array([block.ctypes.data for block in self._blocks], np.int64)
+        self.tables = np.zeros((count, 5), np.int64)
+
+    def set(self, seen: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Keys and values [kv heads, rows, d] by cache, alike in memory, all rows seen."""
+        for block, table, (keys, values) in zip(self._blocks, self.tables, seen, strict=True):
+            block[:] = keys.data_ptr(), values.data_ptr(), keys.stride(0), 0
+            table[:] = 1, 0, 1, keys.shape[1] - 1, self._addresses.ctypes.data
+
+
 class Recorder(Protocol):
     """Hears of every kernel call and of every buffer that is made for one."""
 
@@ -323,6 +338,22 @@ class NativeOps(TorchOps):
         self._call(
             self._n.attend_rows, few.address, layer, query.data_ptr(), out.data_ptr(), heads, spec.kv_heads, d,
             query.stride(0), query.stride(1), float(scale), few.window(layer) or 0,
+        )  # fmt: skip
+        return out
+
+    def attend_row(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        borrowed = Borrowed(1)
+        borrowed.set([(keys, values)])
+        return self.attend_borrowed(borrowed, 0, query.unsqueeze(0), keys.shape[0], scale)[0]
+
+    def attend_borrowed(self, borrowed: Borrowed, place: int, query: Tensor, kv_heads: int, scale: float) -> Tensor:
+        """query [1, heads, d] -> [1, heads * d], over all that is seen of cache `place`."""
+        query = _heads(query)
+        _, heads, d = query.shape
+        out = self._new(1, heads * d)
+        self._call(
+            self._n.attend_rows, borrowed.tables[place].ctypes.data, place, query.data_ptr(), out.data_ptr(), heads,
+            kv_heads, d, query.stride(0), query.stride(1), float(scale), 0,
         )  # fmt: skip
         return out
 
