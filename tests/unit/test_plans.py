@@ -85,7 +85,7 @@ def test_a_chain_of_modules_guesses_alike_in_recorded_calls(temperature, monkeyp
 
 @pytest.mark.parametrize("temperature", (0.0, 0.8))
 def test_an_assistant_guesses_alike_in_recorded_calls(temperature, monkeypatch):
-    """One sequence at a time, beyond the window of its sliding layers: the same tokens and guesses."""
+    """One sequence at a time, within the window of its sliding layers and beyond it: the same tokens and guesses."""
     sampling = SamplingParams(max_tokens=90, temperature=temperature, seed=3, ignore_eos=True)
     original, guesses = SharedCacheDrafter.propose, []
 
@@ -106,7 +106,7 @@ def test_an_assistant_guesses_alike_in_recorded_calls(temperature, monkeypatch):
                 else:
                     patched.setattr(gemma4_assistant.Gemma4Assistant, "forward", None)  # not called
                 tokens = []
-                for text in ("Hello!", "What is this?"):
+                for text in ("Hello!", "What is this? " * 100):
                     request = Request.from_prompt(text, sampling=sampling, speculation=Speculation("auto", depth))
                     tokens.append(engine.generate(request)[0].token_ids)
             assert max(len(one[0]) for one in guesses if one) == depth
