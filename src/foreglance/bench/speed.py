@@ -19,15 +19,13 @@ import torch
 from foreglance.bench import operations
 from foreglance.bench.prompts import text_cases
 from foreglance.bench.report import Progress, silent
-from foreglance.cache.store import CacheStore
-from foreglance.drafters.base import Memory, Settled
+from foreglance.drafters.base import NoDraft, Settled
 from foreglance.engine import Engine
 from foreglance.models.registry import auto_config
 from foreglance.models.weights import find_model, open_tensors
 from foreglance.ops.formats import BITS
 from foreglance.prompt import Rows, make_rows
 from foreglance.request import MAX_DEPTH, Message, Request, RequestError, SamplingParams, Speculation
-from foreglance.sequence import Sequence
 from foreglance.settings import Settings
 
 BUFFER = 512 << 20  # bytes read to measure bandwidth: far more than a cache holds
@@ -46,29 +44,14 @@ NOT_DECODED = (
 )
 
 
-class NeverRight:
+class NeverRight(NoDraft):
     """A drafter whose guesses never stand: the last token again, as deep as it is asked. Costs nothing itself."""
 
     kind = "ngram"
-    wants_hidden = False
-    reads_target = False
     max_depth = MAX_DEPTH
-    stores: tuple[CacheStore, ...] = ()
-
-    def key(self, sequence: Sequence) -> str | None:
-        return None
-
-    def admit(self, sequence: Sequence, memory: Memory | None) -> None:
-        pass
 
     def propose(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
         return {one.sequence.id: one.sequence.generated[-1:] * one.depth for one in settled if one.depth}
-
-    def remember(self, sequence: Sequence) -> Memory:
-        return Memory(self.kind, None, None, None)
-
-    def retire(self, sequence: Sequence) -> None:
-        pass
 
 
 @dataclass
