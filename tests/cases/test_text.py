@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.embedded import SEEING, ask, engine_of, loaded, run, same, scene, tokens_of
+from support.embedded import SEEING, ask, engine_of, run, same, scene, tokens_of
 from support.toy import ask as toy_ask
 from support.toy import run as run_toy
 from support.toy import toy_engine, toy_target
@@ -13,14 +13,16 @@ from foreglance import Engine, RequestError, Settings, Speculation
 from foreglance.bench import exactness
 from foreglance.chat_format import THINK, ChatFormat
 from foreglance.models.weights import find_assistant
+from foreglance.ops.formats import FORMATS
 
 
 @pytest.mark.case("D1")
 @pytest.mark.parametrize("name", SEEING)
 def test_random_requests_have_the_tokens_that_they_have_without_drafts(name):
-    plan = exactness.Plan((name,), ("fp32",), 2, 16)
-    report = exactness.run(plan, 80, seed=11, engines=lambda model, weights: loaded(name))
-    assert report.tokens >= 80 and report.accepted > 5 and not report.differing, report.reproduction
+    """Whatever the weights of target and draft head are stored in."""
+    report = exactness.run(exactness.Plan((name,), slots=2, max_tokens=16), 400, seed=11)
+    assert report.tokens >= 400 and report.accepted > 5 and not report.differing, report.reproduction
+    assert set(report.by_weights) == set(FORMATS)
 
 
 @pytest.mark.case("D2")

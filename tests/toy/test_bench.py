@@ -55,32 +55,55 @@ def small_plan(**changes):
 def test_exactness_stops_at_the_first_difference_and_shows_it_again(engine, monkeypatch):
     """With a target that picks otherwise as soon as a row is verified next to others."""
     plan = small_plan()
-    report = exactness.run(plan, 150, engines=lambda model, weights: engine)
+    report = exactness.run(plan, 150, engines=lambda *formats: engine)
     assert not report.differing and report.tokens >= 150 and report.accepted and report.reused and report.rounds > 1
     logits = engine.target.logits
     monkeypatch.setattr(engine.target, "logits", lambda hidden: logits(hidden) * (1 if len(hidden) == 1 else -1))
-    report = exactness.run(plan, 10_000, engines=lambda model, weights: engine)
+    report = exactness.run(plan, 10_000, engines=lambda *formats: engine)
     assert report.differing and report.tokens < 10_000
     found = json.loads(json.dumps(report.reproduction))
-    again = exactness.replay(exactness.Round.of(found["round"]), lambda model, weights: engine)
+    again = exactness.replay(exactness.Round.of(found["round"]), lambda *formats: engine)
     assert again.reproduction == report.reproduction and again.differing == report.differing
     monkeypatch.undo()
-    assert not exactness.replay(exactness.Round.of(found["round"]), lambda model, weights: engine).differing
+    assert not exactness.replay(exactness.Round.of(found["round"]), lambda *formats: engine).differing
 
 
 def test_exactness_draws_from_everything_that_it_is_given(engine):
     """The same seed draws the same rounds; every model, format, kind, number of turns, and reuse comes up."""
     plan = small_plan(models=("one", "two"), weights=("fp32", "fp16"), slots=3)
     draws = [
-        [exactness.draw(rng, plan, lambda model, weights: engine) for _ in range(60)]
+        [exactness.draw(rng, plan, lambda *formats: engine, {}) for _ in range(60)]
         for rng in (random.Random(1), random.Random(1))
     ]
     assert draws[0] == draws[1]
-    for name, count in (("model", 2), ("weights", 2), ("slots", 3), ("reuse", 2)):
+    for name, count in (("model", 2), ("weights", 2), ("draft_weights", 2), ("slots", 3), ("reuse", 2)):
         assert len({vars(drawn)[name] for drawn in draws[0]}) == count
     trials = [trial for drawn in draws[0] for trial in drawn.trials]
     assert {trial.turns for trial in trials} == {1, 2, 3} and len({trial.kind for trial in trials}) == 3
     assert len({trial.speculation.depth for trial in trials}) == 6
+
+
+def test_exactness_visits_every_model_and_format_evenly_and_counts_them(engine):
+    """A pair waits while another was compared less; the counts of formats, families and drafters add up."""
+    plan = small_plan(models=("one", "two"), weights=("fp32", "fp16", "q8"))
+    report = exactness.run(plan, 600, engines=lambda *formats: engine)
+    counts = [count.tokens for count in report.by_pair.values()]
+    largest_round = plan.max_tokens * exactness.MAX_TURNS * 2 * plan.slots
+    assert len(counts) == 6 and max(counts) - min(counts) <= largest_round
+    told = report.as_json()
+    assert set(told["by_weights"]) == {"fp32", "fp16", "q8"} and set(told["by_family"]) == {"qwen3_5"}
+    assert {"mtp", "ngram"} <= set(told["by_draft"])
+    for name in ("by_weights", "by_family", "by_draft"):
+        assert sum(count["tokens"] for count in told[name].values()) == told["tokens"] == report.tokens
+        assert sum(count["accepted"] for count in told[name].values()) == told["accepted"]
+
+
+def test_a_target_without_images_is_asked_about_text_alone():
+    text = Engine.load("tiny-text", Settings(prefix_cache_bytes=0))
+    rng = random.Random(1)
+    drawn = [exactness.draw(rng, small_plan(), lambda *formats: text, {}) for _ in range(10)]
+    assert {trial.kind for one in drawn for trial in one.trials} == {"text"}
+    assert {trial.speculation.draft for one in drawn for trial in one.trials} == {"ngram"}
 
 
 def test_a_state_of_the_wrong_row_costs_guesses_and_never_a_token(engine):

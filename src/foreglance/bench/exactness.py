@@ -1,7 +1,8 @@
 """Drafts on against drafts off, token by token, over random settings: the count of differing tokens must be 0.
 
-A round draws a model, a weight format, how many slots there are and whether finished conversations are reused; then
-some conversations of one to three turns, each with its own prompt, sampling and drafter. With drafts on they run
+A round takes the model and weight format that were compared least so far, so that a run of any length visits all of
+them evenly. It draws the format of draft heads, how many slots there are and whether finished conversations are reused;
+then some conversations of one to three turns, each with its own prompt, sampling and drafter. With drafts on they run
 together, with drafts off each runs alone in a fresh engine. The first difference ends the run, and the round is given
 whole, so that `replay` shows it again.
 """
@@ -9,6 +10,7 @@ whole, so that `replay` shows it again.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -19,15 +21,16 @@ from foreglance.bench.prompts import IMAGE_QUESTIONS, TALK, Case, image_cases, t
 from foreglance.bench.scenes import HELD_OUT_SEED, scene_from_seed
 from foreglance.engine import Engine
 from foreglance.models.weights import find_assistant
+from foreglance.ops.formats import FORMATS
 from foreglance.request import Message, Request, Result, SamplingParams, Speculation
 from foreglance.settings import Settings
 
 POOL = 64  # cases of each kind that rounds draw from
 MAX_TURNS = 3
-MODELS = ("tiny-qwen", "tiny-step", "tiny-gemma", "tiny-qwen+tiny-text")  # "+" names an independent draft
+MODELS = ("tiny-qwen", "tiny-step", "tiny-gemma", "tiny-text", "tiny-qwen+tiny-text")  # "+" names an independent draft
 REUSE_BYTES = 1 << 28
 
-Engines = Callable[[str, str], Engine]
+Engines = Callable[[str, str, str], Engine]  # of a model, its weight format and that of draft heads
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Plan:
     """What rounds draw from."""
 
     models: tuple[str, ...] = MODELS
-    weights: tuple[str, ...] = ("fp32", "fp16")
+    weights: tuple[str, ...] = FORMATS
+    draft_weights: tuple[str, ...] = ("same", "q8")
     slots: int = 4
     max_tokens: int = 64
 
@@ -57,6 +61,7 @@ class Round:
 
     model: str
     weights: str
+    draft_weights: str
     slots: int
     reuse: bool
     trials: tuple[Trial, ...]
@@ -71,7 +76,8 @@ class Round:
             Trial(one["case"], one["kind"], one["turns"], _sampling(one["sampling"]), Speculation(**one["speculation"]))
             for one in values["trials"]
         )
-        return cls(values["model"], values["weights"], values["slots"], values["reuse"], trials)
+        layout = {name: values[name] for name in ("model", "weights", "draft_weights", "slots", "reuse")}
+        return cls(**layout, trials=trials)
 
 
 def _sampling(values: Mapping[str, Any]) -> SamplingParams:
@@ -80,9 +86,24 @@ def _sampling(values: Mapping[str, Any]) -> SamplingParams:
 
 
 @dataclass
+class Count:
+    """Tokens compared, those that differ, and drafts accepted on the way, which show that there was something to
+    compare."""
+
+    tokens: int = 0
+    differing: int = 0
+    accepted: int = 0
+
+    def add(self, tokens: int, differing: int, accepted: int) -> None:
+        self.tokens, self.differing = self.tokens + tokens, self.differing + differing
+        self.accepted += accepted
+
+
+@dataclass
 class Report:
     """`differing` is 0 or the count of the conversation that ended the run; `reproduction` then holds its round and
-    which trial and turn it was. `reused` rows and `accepted` drafts show that there was something to compare."""
+    which trial and turn it was. `reused` rows and `accepted` drafts show that there was something to compare. The same
+    counts by weight format, by family of the target and by drafter, and of each pair of model and format."""
 
     tokens: int = 0
     differing: int = 0
@@ -90,13 +111,41 @@ class Report:
     accepted: int = 0
     reused: int = 0
     settings: dict = field(default_factory=dict)
+    by_weights: dict[str, Count] = field(default_factory=lambda: defaultdict(Count))
+    by_family: dict[str, Count] = field(default_factory=lambda: defaultdict(Count))
+    by_draft: dict[str, Count] = field(default_factory=lambda: defaultdict(Count))
+    by_pair: dict[tuple[str, str], Count] = field(default_factory=lambda: defaultdict(Count))
     reproduction: dict | None = None
 
+    def add(self, drawn: Round, family: str, result: Result, off: Result) -> int:
+        """Count one turn with drafts against the same without; -> tokens that differ."""
+        wrong = 0 if _same(result, off) else max(1, differing(result, off))
+        counts = len(off.token_ids), wrong, sum(result.timings.accepted)
+        self.tokens, self.accepted = self.tokens + counts[0], self.accepted + counts[2]
+        self.differing, self.reused = self.differing + wrong, self.reused + result.timings.cached_rows
+        for count in (
+            self.by_weights[drawn.weights],
+            self.by_family[family],
+            self.by_draft[result.draft.kind],
+            self.by_pair[drawn.model, drawn.weights],
+        ):
+            count.add(*counts)
+        return wrong
 
-def load(model: str, weights: str) -> Engine:
+    def as_json(self) -> dict[str, Any]:
+        told = {
+            name: getattr(self, name) for name in ("tokens", "differing", "rounds", "accepted", "reused", "settings")
+        }
+        for name in ("by_weights", "by_family", "by_draft"):
+            told[name] = {key: asdict(count) for key, count in sorted(getattr(self, name).items())}
+        return told | {"reproduction": self.reproduction}
+
+
+def load(model: str, weights: str, draft_weights: str) -> Engine:
     """The engine of a model of `Plan.models`."""
     name, _, draft = model.partition("+")
-    return Engine.load(name, Settings(weights=weights), draft_model=draft or find_assistant(name))
+    settings = Settings(weights=weights, draft_weights=draft_weights, try_drafts=False)
+    return Engine.load(name, settings, draft_model=draft or find_assistant(name))
 
 
 @cache
@@ -106,16 +155,21 @@ def cases(kind: str) -> list[Case]:
     return image_cases(POOL, images_each=2 if kind == "two images" else 1)
 
 
-def draw(rng: random.Random, plan: Plan, engines: Engines) -> Round:
-    model, weights = rng.choice(plan.models), rng.choice(plan.weights)
-    best = engines(model, weights).best_draft
-    drafts = ("ngram",) if best == "none" else (best, best, "ngram")
+def draw(rng: random.Random, plan: Plan, engines: Engines, done: Mapping[tuple[str, str], int]) -> Round:
+    """`done` counts what was compared of each pair of model and format: one that has least is next."""
+    pairs = [(model, weights) for model in plan.models for weights in plan.weights]
+    least = min(done.get(pair, 0) for pair in pairs)
+    model, weights = rng.choice([pair for pair in pairs if done.get(pair, 0) == least])
+    of_drafts = rng.choice(plan.draft_weights)
+    engine = engines(model, weights, of_drafts)
+    drafts = ("ngram",) if engine.best_draft == "none" else (engine.best_draft, engine.best_draft, "ngram")
+    kinds = ("text", "image", "image", "two images") if engine.target.spec.image_token >= 0 else ("text",)
     slots = rng.randint(1, plan.slots)
-    trials = tuple(_trial(rng, plan.max_tokens, drafts) for _ in range(rng.randint(1, 2 * slots)))
-    return Round(model, weights, slots, rng.random() < 0.5, trials)
+    trials = tuple(_trial(rng, plan.max_tokens, drafts, kinds) for _ in range(rng.randint(1, 2 * slots)))
+    return Round(model, weights, of_drafts, slots, rng.random() < 0.5, trials)
 
 
-def _trial(rng: random.Random, max_tokens: int, drafts: tuple[str, ...]) -> Trial:
+def _trial(rng: random.Random, max_tokens: int, drafts: tuple[str, ...], kinds: tuple[str, ...]) -> Trial:
     """A conversation that a user could have: any kind of prompt, any sampling, any drafter at any depth."""
     sampling = SamplingParams(
         max_tokens=rng.randint(1, max_tokens),
@@ -134,8 +188,7 @@ def _trial(rng: random.Random, max_tokens: int, drafts: tuple[str, ...]) -> Tria
     speculation = Speculation(
         rng.choice(drafts), rng.choice((1, 2, 3, 4, 7, "auto")), rng.choice(("see", "see", "skip", "placeholder"))
     )
-    kind = rng.choice(("text", "image", "image", "two images"))
-    return Trial(rng.randrange(POOL), kind, rng.randint(1, MAX_TURNS), sampling, speculation)
+    return Trial(rng.randrange(POOL), rng.choice(kinds), rng.randint(1, MAX_TURNS), sampling, speculation)
 
 
 def run(
@@ -145,12 +198,12 @@ def run(
     engines: Engines | None = None,
     progress: Callable[[int], None] = lambda n: None,
 ) -> Report:
-    """Compare at least `tokens` tokens. `engines` gives the engine of a model and a weight format."""
+    """Compare at least `tokens` tokens. `engines` gives the engine of a model and its formats."""
     rng, engines = random.Random(seed), engines or cache(load)
     report = Report(settings={"seed": seed, **asdict(plan)})
     while report.tokens < tokens and not report.differing:
-        drawn = draw(rng, plan, engines)
-        compare(drawn, engines(drawn.model, drawn.weights), report)
+        drawn = draw(rng, plan, engines, {pair: count.tokens for pair, count in report.by_pair.items()})
+        compare(drawn, engines(drawn.model, drawn.weights, drawn.draft_weights), report)
         progress(report.tokens)
     return report
 
@@ -158,7 +211,7 @@ def run(
 def replay(drawn: Round, engines: Engines = load) -> Report:
     """One round again."""
     report = Report(settings={"replay": True})
-    compare(drawn, engines(drawn.model, drawn.weights), report)
+    compare(drawn, engines(drawn.model, drawn.weights, drawn.draft_weights), report)
     return report
 
 
@@ -174,11 +227,7 @@ def compare(drawn: Round, loaded: Engine, report: Report) -> None:
         on = together.generate([_request(drawn.trials[i], talks[i], drawn.trials[i].speculation) for i in active])
         for i, result in zip(active, on, strict=True):
             off = alone[i].generate(_request(drawn.trials[i], talks[i], Speculation("none")))[0]
-            report.tokens += len(off.token_ids)
-            report.accepted += sum(result.timings.accepted)
-            report.reused += result.timings.cached_rows
-            if not _same(result, off):
-                report.differing = max(1, differing(result, off))
+            if report.add(drawn, loaded.target.spec.family, result, off):
                 report.reproduction = {"round": drawn.as_json(), "trial": i, "turn": turn}
                 return
             talks[i] += _next(drawn.trials[i], turn, off)

@@ -139,7 +139,8 @@ def exactness(
     tokens: Annotated[int, typer.Option(help="Tokens to compare at least.")] = 10_000,
     seed: Annotated[int, typer.Option(help="Seed of the random settings.")] = 0,
     slots: Annotated[int, typer.Option(help="Slots at most.")] = 4,
-    weights: Annotated[str, typer.Option(help="Comma-separated: fp32, fp16.")] = "fp32,fp16",
+    weights: Annotated[str, typer.Option(help="Comma-separated formats.")] = "fp32,fp16,q8,q4",
+    draft_weights: Annotated[str, typer.Option(help="Comma-separated formats of draft heads.")] = "same,q8",
     replay: Annotated[
         Path | None, typer.Option(help="Run one round again: a file with what an earlier run printed.")
     ] = None,
@@ -150,20 +151,24 @@ def exactness(
     from foreglance.bench.report import table
 
     @cache
-    def engines(name: str, weights: str):
+    def engines(name: str, weights: str, draft_weights: str):
         target, _, draft = name.partition("+")
         options = ModelOptions(model=target, weights=weights)
-        return load_engine(options, options.settings(try_drafts=False), second=draft or None)
+        settings = options.settings(try_drafts=False, draft_weights=draft_weights)
+        return load_engine(options, settings, second=draft or None)
 
     if replay is not None:
         report = bench.replay(_round_of(replay), engines)
     else:
-        plan = bench.Plan(tuple(model) if model else bench.MODELS, tuple(weights.split(",")), slots)
+        formats = tuple(weights.split(",")), tuple(draft_weights.split(","))
+        plan = bench.Plan(tuple(model) if model else bench.MODELS, *formats, slots)
         with progress_bar("tokens compared", tokens) as progress:
             report = bench.run(plan, tokens, seed, engines, progress)
-    row = (report.tokens, report.differing, report.rounds, report.accepted, report.reused)
-    names = "tokens", "differing", "rounds", "accepted drafts", "reused rows"
-    show(table("Exactness", names, [row]), as_json, asdict(report))
+    groups = [*report.by_weights.items(), *report.by_family.items(), *report.by_draft.items()]
+    cells = [(name, count.tokens, count.differing, count.accepted) for name, count in groups]
+    cells.append((f"all {report.rounds} rounds", report.tokens, report.differing, report.accepted))
+    names = "by weights, family and draft", "tokens", "differing", "accepted drafts"
+    show(table(f"Exactness ({report.reused} rows reused)", names, cells), as_json, report.as_json())
     if report.differing:
         to_stderr("this must never happen; keep the next line in a file and see it again with --replay FILE", "red")
         to_stderr(json.dumps(report.reproduction))

@@ -85,7 +85,7 @@ class ModelOptions(JsonOption):
         ),
     ] = None
 
-    def settings(self, **layout: int | None) -> Settings:
+    def settings(self, **layout: int | str | None) -> Settings:
         try:
             return Settings(weights=self.weights, **layout)
         except ValueError as error:
@@ -190,7 +190,7 @@ class GenerationOptions(ModelOptions, DraftOptions, SamplingOptions):
         int | None, _option("--context", panel=MODEL, help="Rows for prompt and answer; default: the model's.")
     ] = Settings.context
 
-    def settings(self, **layout: int | None) -> Settings:
+    def settings(self, **layout: int | str | None) -> Settings:
         return super().settings(context=self.context, **layout)
 
     def request(self, messages: tuple[Message, ...], speculation: Speculation | None = None) -> Request:
