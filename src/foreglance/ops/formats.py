@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foreglance.ops.memory import placed
+
 GROUP = 32
 BLOCK = 16
 HALF_MAX = 65504.0
@@ -93,7 +95,7 @@ def blocked(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """weight [out, in] -> [out / 16, in, 16]."""
     num_out, num_in = weight.shape
     rows = torch.nn.functional.pad(weight.to(dtype), (0, 0, 0, -num_out % BLOCK))
-    return rows.view(-1, BLOCK, num_in).transpose(1, 2).contiguous()
+    return placed(rows.view(-1, BLOCK, num_in).transpose(1, 2))
 
 
 def blocked_groups(weight: Quantised) -> tuple[Tensor, Tensor]:
@@ -107,4 +109,4 @@ def blocked_groups(weight: Quantised) -> tuple[Tensor, Tensor]:
     else:
         low, high = (quads.to(torch.int16) + 8).to(torch.uint8).split(4, 2)
         data = low | (high << 4)
-    return data.contiguous(), scales.view(-1, BLOCK, scales.shape[1]).transpose(1, 2).contiguous()
+    return placed(data), placed(scales.view(-1, BLOCK, scales.shape[1]).transpose(1, 2))

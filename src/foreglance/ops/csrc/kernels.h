@@ -346,7 +346,7 @@ typedef struct {
 } Quantised;
 
 /* Bytes of weights that are asked for ahead: several rows leave the processor little room to look ahead by itself. */
-#define AHEAD 2048
+#define AHEAD(rows) ((rows) < 5 ? 4096 : 8192)
 
 /* MT rows times one block of 16 outputs. */
 #define QUANTISED_TILE(name, BITS)                                                                                     \
@@ -357,7 +357,7 @@ typedef struct {
         for (int64_t g = 0; g < groups; g++) {                                                                         \
             const uint8_t *w = t->w + g * BITS * 64;                                                                   \
             const int8_t *q = t->q + g * 32;                                                                           \
-            UNROLL for (int line = 0; line < BITS; line++) __builtin_prefetch(w + AHEAD + 64 * line);                  \
+            UNROLL for (int line = 0; line < BITS; line++) __builtin_prefetch(w + AHEAD(MT) + 64 * line);                 \
             UNROLL for (int p = 0; p < P; p++) {                                                                       \
                 vi sum[8];                                                                                             \
                 UNROLL for (int m = 0; m < MT; m++) sum[m] = splat_ints(t->start[m * groups + g]);                     \
