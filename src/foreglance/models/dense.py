@@ -24,7 +24,14 @@ from foreglance.cache.kv import KVSpec
 from foreglance.images import Picture
 from foreglance.models.attention import attend
 from foreglance.models.base import Caches, ModelError, ModelSpec, tiles_of
-from foreglance.models.layers import RotaryTable, default_inv_freq, embed_rows, rotary_table
+from foreglance.models.layers import (
+    FREQUENCY_FACTORS,
+    RotaryTable,
+    default_inv_freq,
+    divided,
+    embed_rows,
+    rotary_table,
+)
 from foreglance.models.plans import Plans
 from foreglance.models.weights import Weights, take_output
 from foreglance.ops.base import Ops, PackedLinear
@@ -311,4 +318,6 @@ def _rotary(config: Any, kind: str, shape: Shape, context: int) -> RotaryTable:
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, layer_type=kind if apart else None)
     elif rope["rope_type"] != "default":
         raise ModelError(f"rope_type {rope['rope_type']!r} is not supported; default, {', '.join(ROPE_SCALINGS)} are")
+    if kind == FULL:
+        inv_freq = divided(inv_freq, config.to_dict().get(FREQUENCY_FACTORS))
     return rotary_table(inv_freq, context, torch.zeros(len(inv_freq), dtype=torch.int64), scaling)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from foreglance.batch import Batch
+from foreglance.models.base import ModelError
 from foreglance.ops.base import Ops
+
+FREQUENCY_FACTORS = (
+    "rope_frequency_factors"  # in a config: what frequencies of full layers are divided by, of GGUF files
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,15 @@ def rotary_table(inv_freq: Tensor, context: int, axis_of: Tensor, scaling: float
 def default_inv_freq(theta: float, rotary_size: int) -> Tensor:
     """float32 [rotary_size / 2] (Su et al., RoFormer, 2021)."""
     return 1.0 / (theta ** (torch.arange(0, rotary_size, 2, dtype=torch.float32) / rotary_size))
+
+
+def divided(inv_freq: Tensor, factors: Sequence[float] | None) -> Tensor:
+    """inv_freq [r] over the first r factors; as it is without any."""
+    if factors is None:
+        return inv_freq
+    if len(factors) < len(inv_freq):
+        raise ModelError(f"{FREQUENCY_FACTORS} has {len(factors)} entries for {len(inv_freq)} frequencies")
+    return inv_freq / torch.tensor(factors[: len(inv_freq)], dtype=torch.float32)
 
 
 def interleaved_mrope_axes(sections: list[int]) -> Tensor:

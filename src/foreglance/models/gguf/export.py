@@ -14,13 +14,15 @@ from torch import Tensor
 
 from foreglance.models import registry
 from foreglance.models.base import ModelError
-from foreglance.models.gguf import gemma4, qwen3_5, step35
+from foreglance.models.gguf import dense, gemma4, qwen3_5, step35
 from foreglance.models.gguf.naming import Spelling
 from foreglance.models.gguf.tokens import tokenizer_metadata
 from foreglance.models.weights import Weights
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-FAMILIES: dict[str, ModuleType] = {kind: module for module in (qwen3_5, gemma4, step35) for kind in module.MODEL_TYPES}
+FAMILIES: dict[str, ModuleType] = {
+    kind: module for module in (qwen3_5, gemma4, step35, dense) for kind in module.MODEL_TYPES
+}
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2}  # llama.cpp's numbers for general.file_type
 MODEL_TRUNKS = ("model.language_model.", "model.")
 
@@ -55,7 +57,7 @@ class HubTensors:
 
     def finish(self, left: Sequence[str]) -> None:
         """Raise `ModelError` naming what was not asked for; `left` are prefixes of what was meant to be left."""
-        self._weights.finish(may_stay=lambda name: name.startswith(tuple(left)))
+        self._weights.finish(lambda name: name.startswith(tuple(left)) or name.endswith("rotary_emb.inv_freq"))
 
 
 def export(
@@ -111,7 +113,7 @@ def _model_values(folder: Path, config: dict[str, Any], family: ModuleType, kind
         "general.file_type": FILE_TYPES[kind],
         "general.quantization_version": 2,
     }
-    return values | tokenizer_metadata(folder, tokenizer, config["text_config"]["vocab_size"])
+    return values | tokenizer_metadata(folder, tokenizer, config.get("text_config", config)["vocab_size"])
 
 
 def _write(
@@ -127,7 +129,7 @@ def _write(
     writer = GGUFWriter(path, values["general.architecture"])
     for key, value in values.items():
         if key != "general.architecture":
-            _add_value(writer, key, value)
+            add_value(writer, key, value)
     for one in spelled:
         for name, tensor in zip(one.file, one.change.store(tensors.get(one.hub)), strict=True):
             stored, number = _encoded(tensor, _kind_of(one, tensor, kind))
@@ -147,7 +149,7 @@ def _kind_of(spelling: Spelling, tensor: Tensor, kind: str) -> str:
     return "f16" if tensor.ndim > 2 and kind != "f32" else "f32"
 
 
-def _add_value(writer: Any, key: str, value: Any) -> None:
+def add_value(writer: Any, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

@@ -20,7 +20,7 @@ from types import ModuleType
 from torch import Tensor
 
 from foreglance.models.base import ModelError
-from foreglance.models.gguf import gemma4, qwen3_5, step35
+from foreglance.models.gguf import dense, gemma4, qwen3_5, step35
 from foreglance.models.gguf.file import GgufFile, Stored
 from foreglance.models.gguf.naming import Spelling
 from foreglance.models.gguf.tokens import token_list, write_tokenizer
@@ -28,11 +28,11 @@ from foreglance.models.gguf.tokens import token_list, write_tokenizer
 POINTER = "gguf-files.json"
 SUFFIX = ".gguf"
 FAMILIES: dict[str, ModuleType] = {
-    arch: module for module in (qwen3_5, gemma4, step35) for arch in module.ARCHITECTURES
+    arch: module for module in (qwen3_5, gemma4, step35, dense) for arch in module.ARCHITECTURES
 }
 FORMATS = {"F32": "fp32", "F64": "fp32", "F16": "fp16", "BF16": "fp16"}  # beside the quantised types
 FOUR_BITS = ("Q4", "Q3", "Q2", "IQ", "TQ", "MXFP4", "NVFP4")  # of four bits or fewer; the rest go to eight
-COMPUTED = ("rope_freqs.weight",)  # follow from the config
+COMPUTED = ("rope_freqs.weight",)  # read with the metadata
 
 
 def names_of(model: str, mmproj: Path | None, draft: str | None) -> tuple[str, str | None]:

@@ -2,8 +2,9 @@
 
 Facts and where they come from (llama.cpp `conversion/step3.py`, `src/models/step35.cpp`):
 - zero-centred norms are stored plus one; per-layer lists cover trunk and MTP layers;
-- full layers turn half of each head, sliding ones all of it, which no key says; scaled frequencies come as factors
-  (`rope_freqs`), from which the scaling cannot be told, so such files are refused;
+- full layers turn half of each head, sliding ones all of it, which no key says; scaled frequencies of full layers come
+  as factors (`rope_freqs`) that they are divided by, as many as a whole head has, of which the first half is used. The
+  converter makes each for the frequency that a head turned as a whole has there; what it wrote is used as it is;
 - MTP blocks are layers behind the trunk with `nextn` tensors, each with a norm and an output head of its own;
 - crops have 504 pixels on each side, which no key says; other sizes are noted under a key of our own.
 """
@@ -12,13 +13,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foreglance.models import step3p7
 from foreglance.models.base import ModelError
-from foreglance.models.gguf import qwen3_5
+from foreglance.models.gguf import dense, qwen3_5
 from foreglance.models.gguf.file import GgufFile
 from foreglance.models.gguf.naming import PLUS_ONE, Speller, Spelling
+from foreglance.models.layers import FREQUENCY_FACTORS, default_inv_freq
 
 ARCH, PROJECTOR = "step35", "step3vl"
 ARCHITECTURES, MODEL_TYPES = (ARCH,), (step3p7.FAMILY,)
@@ -103,7 +106,18 @@ def with_heads(config: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def extra_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
-    return {}
+    """What the frequencies of full layers are divided by, if they are scaled as Llama 3's."""
+    text = config["text_config"]
+    factors, rope = text.get(FREQUENCY_FACTORS), text["rope_parameters"][step3p7.FULL]
+    if factors is None and rope.get("rope_type") == "llama3":
+        from transformers import Step3p7Config
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        size = step3p7.Shape.of(text).head_size
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](Step3p7Config.from_dict(config).text_config, layer_type=step3p7.FULL)
+        turned = default_inv_freq(rope["rope_theta"], 2 * len(scaled)) / scaled
+        factors = torch.cat([turned, torch.ones(size // 2 - len(scaled))])
+    return {} if factors is None else {"rope_freqs.weight": torch.as_tensor(factors)}
 
 
 def config_of(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
@@ -115,8 +129,6 @@ def config_of(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     def get(key: str, default: Any = None) -> Any:
         return file.get(f"{ARCH}.{key}", default)
 
-    if "rope_freqs.weight" in file.tensors and bool((file.tensor("rope_freqs.weight") != 1).any()):
-        raise ModelError(f"{file.path}: scaled rotary frequencies (rope_freqs) are not supported for this family")
     heads, total = num_heads(file), need("block_count")
     trunk = total - heads
     kinds = [step3p7.SLIDING if slides else step3p7.FULL for slides in need("attention.sliding_window_pattern")]
@@ -163,6 +175,7 @@ def config_of(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
                 (step3p7.SLIDING, get("rope.freq_base_swa", 10_000.0)),
             )
         },
+        FREQUENCY_FACTORS: dense.frequency_factors(file),
         "tie_word_embeddings": tied,
         "eos_token_id": file.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": file.get("tokenizer.ggml.padding_token_id"),
@@ -187,7 +200,11 @@ def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
     text, rope = config["text_config"], config["text_config"]["rope_parameters"]
     shape, heads = step3p7.Shape.of(text), text.get("num_nextn_predict_layers") or 0
     for kind, share in TURNING.items():
-        if rope[kind].get("partial_rotary_factor", 1.0) != share or rope[kind].get("rope_type", "default") != "default":
+        scalings = ("default", "llama3") if kind == step3p7.FULL else ("default",)
+        if (
+            rope[kind].get("partial_rotary_factor", 1.0) != share
+            or rope[kind].get("rope_type", "default") not in scalings
+        ):
             raise ModelError(f"GGUF has no words for the rotary settings of {kind} layers: {rope[kind]}")
     sparse = [*text["mlp_layer_types"], *["dense"] * heads]
     behind = text.get("mtp_layer_types") or [step3p7.SLIDING] * heads
