@@ -133,12 +133,10 @@ class Report:
         return wrong
 
     def as_json(self) -> dict[str, Any]:
-        told = {
-            name: getattr(self, name) for name in ("tokens", "differing", "rounds", "accepted", "reused", "settings")
-        }
-        for name in ("by_weights", "by_family", "by_draft"):
-            told[name] = {key: asdict(count) for key, count in sorted(getattr(self, name).items())}
-        return told | {"reproduction": self.reproduction}
+        groups = {"by_weights": self.by_weights, "by_family": self.by_family, "by_draft": self.by_draft}
+        counts = {name: {key: asdict(count) for key, count in sorted(group.items())} for name, group in groups.items()}
+        plain = ("tokens", "differing", "rounds", "accepted", "reused", "settings", "reproduction")
+        return {name: vars(self)[name] for name in plain} | counts
 
 
 def load(model: str, weights: str, draft_weights: str) -> Engine:
