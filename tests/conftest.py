@@ -1,4 +1,5 @@
-"""For all tests: no network, one torch thread unless told otherwise, and hypothesis draws the same cases every time."""
+"""For all tests: no network, one torch thread unless told otherwise, and hypothesis draws the same cases every time, unless
+HYPOTHESIS_PROFILE=at-random asks for others."""
 
 import os
 
@@ -16,5 +17,6 @@ settings.register_profile(
     max_examples=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+settings.register_profile("at-random", settings.get_profile("same-every-time"), derandomize=False, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same-every-time"))
 torch.set_num_threads(int(os.environ.get("FOREGLANCE_TEST_THREADS", "1")))

@@ -176,8 +176,8 @@ class SlotKeeper:
             raise RequestError(f"slot {slot} holds no rows to save", param="id_slot", code="slot_empty")
         try:
             return SlotFile(points[-1].rows, files.save(path, points, self._names(key), key))
-        except files.SlotFileError as error:
-            raise RequestError(str(error), param="filename", code="slot_file") from error
+        except files.NotWrittenError as error:
+            raise RequestError(str(error), param="filename", code="slot_not_written") from error
 
     def restore(self, slot: int, path: Path) -> SlotFile:
         """Put a saved conversation where the next request that begins with it finds it."""

@@ -225,3 +225,19 @@ def test_a_file_must_fit_the_engine(saved):
     ):
         with pytest.raises(SlotFileError, match=words):
             load(saved, layout)
+
+
+def test_what_a_save_left_that_was_cut_short_is_swept_and_nothing_else(saved):
+    """Not a file that somebody writes at the moment, nor what only looks alike."""
+    folder = saved.parent
+    with files._beside(saved) as writing:
+        kept = {writing.name, "one", ".one", ".one.part", "one.abcd1234.part"}
+        for name in (*kept - {writing.name, "one"}, ".one.abcd1234.part", ".x.y.a_b_c_d_.part"):
+            (folder / name).write_bytes(b"")
+        (folder / ".folder.abcd1234.part").mkdir()
+        (folder / ".link0000.abcd1234.part").symlink_to(saved)
+        assert sorted(files.sweep(folder)) == [".one.abcd1234.part", ".x.y.a_b_c_d_.part"]
+        kept |= {".folder.abcd1234.part", ".link0000.abcd1234.part"}
+        assert {path.name for path in folder.iterdir()} == kept
+    assert not writing.exists()
+    load(saved, LAYOUT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 import uuid
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from foreglance.cache.files import sweep
 from foreglance.request import RequestError
 from foreglance.serve.dispatch import Dispatch, Opened
 from foreglance.serve.errors import ApiError, from_request_error, refused
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from foreglance.engine import Engine
 
+log = logging.getLogger(__name__)
 Messages = tuple[str, Sequence[Any]]
 MakeJob = Callable[[Any, Surroundings], Job]
 
@@ -49,6 +52,8 @@ class Host:
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        if self.settings.slot_save_path is not None and (swept := sweep(self.settings.slot_save_path)):
+            log.warning("removed what %d saves that were cut short had left: %s", len(swept), ", ".join(swept))
         self.worker = Worker(self.engine, asyncio.get_running_loop().call_soon_threadsafe)
         self.dispatch = Dispatch(self.engine, self.worker, self.settings, self.metrics)
         self.worker.start()

@@ -27,12 +27,17 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 SlotNumber = Annotated[str, fastapi.Path(json_schema_extra={"pattern": "^[0-9]{1,9}$"})]
 Action = Annotated[str, fastapi.Query(json_schema_extra={"enum": ["save", "restore", "erase"]})]
-STATUS = {"slot_busy": 409, "slot_unknown": 404}  # of refusals that are not the body's fault
+STATUS = {"slot_busy": 409, "slot_unknown": 404, "slot_not_written": 507}  # of what is not the body's fault
 SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
 def slots_router(host: Host) -> APIRouter:
-    router = APIRouter(responses={409: {"model": Error, "description": "The slot runs a request."}})
+    router = APIRouter(
+        responses={
+            409: {"model": Error, "description": "The slot runs a request."},
+            507: {"model": Error, "description": "The file cannot be written, as on a full disk."},
+        }
+    )
 
     @router.get("/slots")
     async def slots() -> list[JsonObject]:
