@@ -6,7 +6,6 @@ reads the target's rows up to t and is numbered t + 1. So all rows draft at once
 before.
 """
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +21,7 @@ from training.batches import Batch, batch_plan, collate, endless
 from training.gemma import Target, temper
 from training.model import END_OF_TEXT, IM_END
 from training.prepare import READ, VALIDATION, Shard
-from training.schedule import cosine, load_checkpoint, save_checkpoint, single_thread
+from training.schedule import Run, single_thread
 from training.train_target import vocabulary_size
 
 DRAFT_STEPS = 3
@@ -125,36 +124,21 @@ def main(
     if start_from is not None:
         assistant.load_state_dict(torch.load(start_from, weights_only=True)["module"])
     optimizer = torch.optim.AdamW(assistant.parameters(), lr=learning_rate, weight_decay=0.02, betas=(0.9, 0.97))
-    facts = load_checkpoint(out, assistant, optimizer)
-    step, spent = int(facts.get("step", 0)), facts.get("spent", 0.0)
+    limits = {"steps": steps, "seconds": seconds, "warm_up": 100, "save_every": save_every}
+    run = Run(out, assistant, optimizer, **limits)
     unseen = Shard(data / f"{VALIDATION}.npz")
 
-    def report(start: float) -> None:
+    def report() -> None:
         plan = batch_plan(unseen.lengths, 3000, np.random.default_rng(0))
         with torch.no_grad():
             parts = [assistant_loss(assistant, model, collate(unseen, chats)) for chats in plan[:8]]
         agreed = np.mean([shares for _, shares in parts], axis=0).round(4)
         loss = np.mean([loss.item() for loss, _ in parts])
-        console.print(f"{step} {time.monotonic() - start:.0f} s unseen {loss:.4f} agreed {agreed}", highlight=False)
+        console.print(f"{run.step} {run.spent:.0f} s unseen {loss:.4f} agreed {agreed}", highlight=False)
 
-    source = endless(data, rows, seed, skip=step)
-    start = time.monotonic() - spent
-    last_save = time.monotonic()
-    while step < steps and (spent := time.monotonic() - start) < seconds:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * cosine(step, max(step / steps, spent / seconds), warm_up=100)
-        loss, _ = assistant_loss(assistant, model, next(source))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(assistant.parameters(), 1.0)
-        optimizer.step()
-        step += 1
-        if time.monotonic() - last_save > save_every:
-            save_checkpoint(out, assistant, optimizer, step=step, spent=time.monotonic() - start)
-            report(start)
-            last_save = time.monotonic()
-    report(start)
-    save_checkpoint(out, assistant, optimizer, step=step, spent=time.monotonic() - start)
+    source = endless(data, rows, seed, skip=run.step)
+    for _ in run.numbers(report):
+        run.descend(assistant_loss(assistant, model, next(source))[0])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch import Tensor
 from foreglance.bench.scenes import HELD_OUT_SEED, SHAPES, WORDS
 from training.families import family_module
 from training.model import batch_pictures
-from training.schedule import single_thread
+from training.schedule import replace, single_thread
 from training.train_target import vocabulary_size
 from training.warm_vision import KINDS, PROBES, draw_batch
 
@@ -121,9 +121,9 @@ def main(
     if getattr(projector, "bias", None) is not None:  # then rows keep their mean
         projector.bias.data = change @ projector.bias.data - (change @ mean - mean)
     if is_tower:
-        save_file(model.vision.state_dict(), out)
+        replace(out, lambda path: save_file(model.vision.state_dict(), path))
     else:
-        torch.save({**state, "module": model.state_dict()}, out)
+        replace(out, lambda path: torch.save({**state, "module": model.state_dict()}, path))
     print(" ".join(f"{name} {share:.3f}" for name, share in right.items()))
 
 

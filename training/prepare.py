@@ -1,5 +1,6 @@
 """Writes the data set of the embedded models: a tokenizer, and shards of tokenized chats.
- Owns the tokenizer, the layout of a chat as tokens and which tokens are trained on. A shard holds token ids
+
+Owns the tokenizer, the layout of a chat as tokens and which tokens are trained on. A shard holds token ids
 and the seeds of the scenes; pictures are drawn again from their seeds when they are needed, which costs less
 than reading them.
 """
@@ -140,6 +141,8 @@ def main(
     data: Annotated[Path, typer.Option(help="Where the tokenizer and the shards go.")],
     shards: Annotated[int, typer.Option(help="Number of shards.")] = 40,
     chats_per_shard: int = 4000,
+    tokenizer_chats: Annotated[int, typer.Option(help="Chats that the tokenizer is made from.")] = 12_000,
+    validation_chats: Annotated[int, typer.Option(help="Chats about scenes that are never trained on.")] = 400,
     vocab_size: Annotated[int, typer.Option(help="Upper limit; the closed vocabulary needs less.")] = 1536,
     plain_shards: Annotated[int, typer.Option(help="First shards with scenes as they come.")] = 9,
     plain_last_shards: Annotated[int, typer.Option(help="Last shards with scenes as they come.")] = 4,
@@ -153,7 +156,7 @@ def main(
     path = data / "tokenizer.json"
     if not path.exists():
         chats = Chats(random.Random(f"{seed} tokenizer"))
-        texts = [re.sub(r"<\|\w+\|>", "", chat_text(chats.draw(), 0)) for _ in range(12_000)]
+        texts = [re.sub(r"<\|\w+\|>", "", chat_text(chats.draw(), 0)) for _ in range(tokenizer_chats)]
         train_tokenizer(texts, vocab_size).save(str(path))
     tokenizer = Tokenizer.from_file(str(path))
     encoder = Encoder(tokenizer)
@@ -161,7 +164,7 @@ def main(
     held_out = data / f"{VALIDATION}.npz"
     if not held_out.exists():
         chats = Chats(random.Random(f"{seed} validation"), range(HELD_OUT_SEED, HELD_OUT_SEED + 100_000))
-        Shard.write(held_out, [chats.draw() for _ in range(400)], encoder)
+        Shard.write(held_out, [chats.draw() for _ in range(validation_chats)], encoder)
     for i in track(range(shards), "shards"):
         if not shard_path(data, i).exists():
             plain = not plain_shards <= i < shards - plain_last_shards

@@ -6,7 +6,6 @@ included, and guesses the token after that. So all rows of a module are computed
 modules are one after the other, as at inference.
 """
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +21,7 @@ from transformers.models.step3p7 import modeling_step3p7 as step
 from training.batches import Batch, batch_plan, collate
 from training.model import IMAGE_PAD
 from training.prepare import READ, VALIDATION, Shard
-from training.schedule import cosine, load_checkpoint, save_checkpoint, single_thread
+from training.schedule import Run, replace, single_thread
 from training.step import NUM_MODULES, LargeBatch, Target, batches, views
 from training.train_target import vocabulary_size
 
@@ -157,42 +156,23 @@ def main(
     if start_from is not None:
         modules.load_state_dict(torch.load(start_from, weights_only=True)["module"])
     optimizer = torch.optim.AdamW(modules.parameters(), lr=learning_rate, weight_decay=0.02, betas=(0.9, 0.97))
-    checkpoint = out.with_suffix(".pt")
-    facts = load_checkpoint(checkpoint, modules, optimizer)
-    step_number, spent = int(facts.get("step", 0)), facts.get("spent", 0.0)
+    limits = {"steps": steps, "seconds": seconds, "warm_up": 100, "save_every": save_every}
+    run = Run(out.with_suffix(".pt"), modules, optimizer, **limits)
     unseen = Shard(data / f"{VALIDATION}.npz")
 
-    def report(start: float) -> None:
+    def report() -> None:
         plan = batch_plan(unseen.lengths, 3000, np.random.default_rng(0))
         with torch.no_grad():
             parts = [module_loss(modules, model, collate(unseen, chats), policy) for chats in plan[:8]]
         agreed = np.mean([shares for _, shares in parts], axis=0).round(4)
         loss = np.mean([loss.item() for loss, _ in parts])
-        console.print(
-            f"{policy} {step_number} {time.monotonic() - start:.0f} s unseen {loss:.4f} agreed {agreed}",
-            highlight=False,
-        )
+        console.print(f"{policy} {run.step} {run.spent:.0f} s unseen {loss:.4f} agreed {agreed}", highlight=False)
 
-    source = batches(data, rows, seed, step_number, vocab_size)
-    start = time.monotonic() - spent
-    last_save = time.monotonic()
-    while step_number < steps and (spent := time.monotonic() - start) < seconds:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * cosine(step_number, max(step_number / steps, spent / seconds), warm_up=100)
-        loss, _ = module_loss(modules, model, next(source), policy)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(modules.parameters(), 1.0)
-        optimizer.step()
-        step_number += 1
-        if time.monotonic() - last_save > save_every:
-            save_checkpoint(checkpoint, modules, optimizer, step=step_number, spent=time.monotonic() - start)
-            report(start)
-            last_save = time.monotonic()
-    report(start)
-    save_checkpoint(checkpoint, modules, optimizer, step=step_number, spent=time.monotonic() - start)
-    config = model.model.config.text_config
-    save_file(tensors_of(modules, config.num_hidden_layers, "model."), out)
+    source = batches(data, rows, seed, run.step, vocab_size)
+    for _ in run.numbers(report):
+        run.descend(module_loss(modules, model, next(source), policy)[0])
+    first = model.model.config.text_config.num_hidden_layers
+    replace(out, lambda path: save_file(tensors_of(modules, first, "model."), path))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Trains a draft head on the cached features of a frozen target.
- Owns the loss of the head: it drafts three tokens from every row at once, each step on the output of the one
+
+Owns the loss of the head: it drafts three tokens from every row at once, each step on the output of the one
 before, and learns the target's whole distribution at each. `--policy see` gives the head that ships;
 `--policy skip` gives a head that never saw an image row, which is the control for measurements of what seeing
 is worth.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from training.cache_features import FeatureShard, inputs_of, load_target
 from training.draft_rows import Policy, draft_rows
 from training.model import MtpHead, Target
 from training.prepare import READ
-from training.schedule import cosine, load_checkpoint, save_checkpoint, single_thread
+from training.schedule import Run, replace, single_thread
 
 DRAFT_STEPS = 3
 STEP_WEIGHTS = (1.0, 0.8, 0.6)
@@ -129,15 +129,14 @@ def main(
     if start_from is not None:
         head.load_state_dict(torch.load(start_from, weights_only=True)["module"])
     optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate, weight_decay=0.02, betas=(0.9, 0.97))
-    checkpoint = out.with_suffix(".pt")
-    facts = load_checkpoint(checkpoint, head, optimizer)
-    step, spent = int(facts.get("step", 0)), facts.get("spent", 0.0)
-    held_out = 160
-    batches = endless(data, features, held_out, rows, skip=step)
+    limits = {"steps": steps, "seconds": seconds, "warm_up": 100, "save_every": save_every}
+    run = Run(out.with_suffix(".pt"), head, optimizer, **limits)
     unseen = FeatureShard(data, features, feature_numbers(features)[0])
+    held_out = min(160, len(unseen.shard) // 2)
+    batches = endless(data, features, held_out, rows, skip=run.step)
     unseen_chats = np.arange(len(unseen.shard) - held_out, len(unseen.shard))
 
-    def report(start: float) -> None:
+    def report() -> None:
         with torch.no_grad():
             parts = [
                 head_loss(head, model, collate_rows(unseen, chats, model.embedding, policy))
@@ -145,29 +144,12 @@ def main(
             ]
         agreed = np.mean([shares for _, shares in parts], axis=0).round(4)
         loss = np.mean([loss.item() for loss, _ in parts])
-        console.print(
-            f"{policy} {step} {time.monotonic() - start:.0f} s unseen {loss:.4f} agreed {agreed}",
-            highlight=False,
-        )
+        console.print(f"{policy} {run.step} {run.spent:.0f} s unseen {loss:.4f} agreed {agreed}", highlight=False)
 
-    start = time.monotonic() - spent
-    last_save = time.monotonic()
-    while step < steps and (spent := time.monotonic() - start) < seconds:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * cosine(step, max(step / steps, spent / seconds), warm_up=100)
-        loss, _ = head_loss(head, model, collate_rows(*next(batches), model.embedding, policy))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
-        step += 1
-        if time.monotonic() - last_save > save_every:
-            save_checkpoint(checkpoint, head, optimizer, step=step, spent=time.monotonic() - start)
-            report(start)
-            last_save = time.monotonic()
-    report(start)
-    save_checkpoint(checkpoint, head, optimizer, step=step, spent=time.monotonic() - start)
-    save_file({f"mtp.{name}": weight.half().contiguous() for name, weight in head.state_dict().items()}, out)
+    for _ in run.numbers(report):
+        run.descend(head_loss(head, model, collate_rows(*next(batches), model.embedding, policy))[0])
+    tensors = {f"mtp.{name}": weight.half().contiguous() for name, weight in head.state_dict().items()}
+    replace(out, lambda path: save_file(tensors, path))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Trains the whole target model, vision tower included, on captions, questions and chats.
- Owns the training loop of the target. It writes a checkpoint every few minutes and goes on from it when
-started again; the learning rate falls over steps or over time, whichever is nearer its end.
+
+Owns the loss of the target and what each kind of word weighs in it.
 """
 
+import random
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,12 +18,22 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from foreglance.bench.scenes import BACKGROUNDS, COLOURS, COUNTS, SHAPES, SIZES, WORDS, position_words
+from foreglance.bench.scenes import (
+    BACKGROUNDS,
+    COLOURS,
+    COUNTS,
+    HELD_OUT_SEED,
+    SHAPES,
+    SIZES,
+    WORDS,
+    position_words,
+)
 from training import families
 from training.batches import Batch, batch_plan, collate
-from training.model import Target, batch_pictures
+from training.model import ROWS_PER_IMAGE, Target, batch_pictures
 from training.prepare import READ, VALIDATION, Shard
-from training.schedule import cosine, load_checkpoint, save_checkpoint, single_thread
+from training.schedule import Run, single_thread
+from training.warm_vision import Probe, draw_batch
 
 WORD_KINDS = {
     "colour": set(COLOURS),
@@ -37,6 +47,7 @@ WORD_KINDS = {
 }
 CONTENT_WEIGHT = 2.0
 WRITING_WEIGHT = 5.0
+PROBE_PICTURES = 16
 
 
 def vocabulary_size(data: Path) -> int:
@@ -76,6 +87,13 @@ def next_token_loss(target: Target, batch: Batch, weights: Tensor) -> tuple[Tens
     return (losses * weight).sum() / weight.sum(), losses.detach(), logits.argmax(-1) == truth
 
 
+def probe_loss(target: Target, probe: Probe, seed: int, step: int) -> Tensor:
+    """The warm-up's probe on pictures of its own: every cell is asked for, not only those that a chat speaks of."""
+    rng = random.Random(f"probe {seed} {step}")
+    pictures, labels = draw_batch(rng, PROBE_PICTURES, range(HELD_OUT_SEED), crowded=True)
+    return probe(target.image_rows(pictures).view(len(pictures), ROWS_PER_IMAGE, -1), labels)[0]
+
+
 @torch.no_grad()
 def validate(target: Target, shard: Shard, kinds: Tensor, rows: int = 3000, collate: Callable = collate) -> str:
     """Mean loss and the share right by kind of word, teacher-forced, on chats about unseen scenes."""
@@ -91,22 +109,23 @@ def validate(target: Target, shard: Shard, kinds: Tensor, rows: int = 3000, coll
     return f"loss {torch.cat(losses).mean():.4f} " + " ".join(shares)
 
 
-def make_optimizer(target: Target, learning_rate: float, vision_rate: float) -> torch.optim.AdamW:
+def make_optimizer(
+    target: Target, learning_rate: float, vision_rate: float, probe: Probe | None = None
+) -> torch.optim.AdamW:
     """AdamW; weight decay for matrices only, and a smaller rate for the vision tower, which already sees."""
     groups: dict[str, list] = {"matrices": [], "vectors": [], "vision": []}
     seeing = {id(weight) for weight in target.vision.parameters()}
     for name, weight in target.named_parameters():
         plain = weight.ndim < 2 or "conv1d" in name
         groups["vision" if id(weight) in seeing else "vectors" if plain else "matrices"].append(weight)
-    return torch.optim.AdamW(
-        [
-            {"params": groups["matrices"], "peak": learning_rate, "weight_decay": 0.05},
-            {"params": groups["vectors"], "peak": learning_rate, "weight_decay": 0.0},
-            {"params": groups["vision"], "peak": vision_rate, "weight_decay": 0.02},
-        ],
-        lr=learning_rate,
-        betas=(0.9, 0.97),
-    )
+    groups = [
+        {"params": groups["matrices"], "peak": learning_rate, "weight_decay": 0.05},
+        {"params": groups["vectors"], "peak": learning_rate, "weight_decay": 0.0},
+        {"params": groups["vision"], "peak": vision_rate, "weight_decay": 0.02},
+    ]
+    if probe is not None:
+        groups.append({"params": list(probe.parameters()), "peak": learning_rate, "weight_decay": 0.02})
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.97))
 
 
 def main(
@@ -124,6 +143,7 @@ def main(
     save_every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 180,
     heavy: Annotated[str, typer.Option(help="Kinds of words that weigh most.")] = "digit word",
     heavy_weight: Annotated[float, typer.Option(help="What they weigh; a plain token weighs 1.")] = WRITING_WEIGHT,
+    probe_weight: Annotated[float, typer.Option(help="Of the warm-up's probe, run along; 0: none.")] = 0.0,
     seed: int = 1,
     threads: int = 1,
 ) -> None:
@@ -137,42 +157,30 @@ def main(
         target.vision.load_state_dict(load_file(vision))
     if start_from is not None:
         target.load_state_dict(torch.load(start_from, weights_only=True)["module"])
-    optimizer = make_optimizer(target, learning_rate, vision_rate)
-    facts = load_checkpoint(out, target, optimizer)
-    step, spent = int(facts.get("step", 0)), facts.get("spent", 0.0)
+    probe = Probe() if probe_weight else None
+    optimizer = make_optimizer(target, learning_rate, vision_rate, probe)
+    limits = {"steps": steps, "seconds": seconds, "warm_up": warm_up, "save_every": save_every}
+    run = Run(out, target, optimizer, **limits, helper=probe)
     kinds, unseen = token_kinds(data), Shard(data / f"{VALIDATION}.npz")
     weights = token_weights(kinds, tuple(heavy.split()), heavy_weight)
-    batches = families.batches(family, data, rows, seed, step, vocabulary_size(data))
-    tell = partial(validate, target, unseen, kinds, collate=families.collate(family))
+    batches = families.batches(family, data, rows, seed, run.step, vocabulary_size(data))
+    collate_unseen = families.collate(family)
 
-    start = time.monotonic() - spent
-    last_save = last_line = time.monotonic()
-    running, num_rows = [], 0
-    while step < steps and (spent := time.monotonic() - start) < seconds:
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * cosine(step, max(step / steps, spent / seconds), warm_up)
+    def report() -> None:
+        shares = validate(target, unseen, kinds, collate=collate_unseen)
+        console.print(f"{run.step} steps, {run.spent:.0f} s, unseen: {shares}", highlight=False)
+
+    last_line, running, num_rows = time.monotonic(), [], 0
+    for step in run.numbers(report):
         batch = next(batches)
         loss, _, _ = next_token_loss(target, batch, weights)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
-        optimizer.step()
-        step, num_rows = step + 1, num_rows + batch.num_rows
+        run.descend(loss, *([probe_weight * probe_loss(target, probe, seed, step)] if probe else []))
+        num_rows += batch.num_rows
         running.append(loss.item())
-        now = time.monotonic()
-        if step % 100 == 0:
-            speed = num_rows / (now - last_line)
-            console.print(
-                f"{step} {now - start:.0f} s loss {sum(running) / len(running):.4f} {speed:.0f} rows/s",
-                highlight=False,
-            )
-            running, num_rows, last_line = [], 0, now
-        if now - last_save > save_every:
-            save_checkpoint(out, target, optimizer, step=step, spent=now - start)
-            console.print(f"{step} unseen: {tell()}", highlight=False)
-            last_save = time.monotonic()
-    save_checkpoint(out, target, optimizer, step=step, spent=time.monotonic() - start)
-    console.print(f"{step} steps, {time.monotonic() - start:.0f} s: {tell()}", highlight=False)
+        if (step + 1) % 100 == 0:
+            speed, mean = num_rows / (time.monotonic() - last_line), sum(running) / len(running)
+            console.print(f"{step + 1} {run.spent:.0f} s loss {mean:.4f} {speed:.0f} rows/s", highlight=False)
+            last_line, running, num_rows = time.monotonic(), [], 0
 
 
 if __name__ == "__main__":

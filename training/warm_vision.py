@@ -1,11 +1,11 @@
 """Teaches the vision tower alone to see, before the language model learns to speak.
- Owns the probe: one linear layer on every image token that names what its cell holds, where the cell lies and
+
+Owns the probe: one linear layer on every image token that names what its cell holds, where the cell lies and
 which item of the scene it is in reading order. Two minutes of this make the difference between a target that
 names everything right after an hour and one that is still guessing colours. The probe is thrown away.
 """
 
 import random
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +30,7 @@ from foreglance.bench.scenes import (
 )
 from training.families import family_module
 from training.model import HIDDEN_SIZE, ROWS_PER_IMAGE, batch_pictures
-from training.schedule import cosine, single_thread
+from training.schedule import Run, replace, single_thread
 
 KINDS = ("nothing", *SHAPES, "number", "word", "end of word")
 COLOUR_NAMES = ("nothing", *INKS)
@@ -108,7 +108,7 @@ def draw_batch(rng: random.Random, size: int, seeds: range, crowded: bool) -> tu
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="The tower's weights (.safetensors).")],
+    out: Annotated[Path, typer.Option(help="The tower's weights (.safetensors); the checkpoint lies beside it.")],
     family: Annotated[str, typer.Option(help="qwen, step or gemma.")] = "qwen",
     seconds: Annotated[float, typer.Option(help="Time limit.")] = 170,
     steps: Annotated[int, typer.Option(help="Upper limit of steps.")] = 900,
@@ -121,35 +121,34 @@ def main(
     batch_pictures()
     torch.manual_seed(0)
     console = Console()
-    rng = random.Random("warm vision")
     target, probe = family_module(family).Target(32), Probe()
     tower = target.vision
     weights = [*tower.parameters(), *probe.parameters()]
     optimizer = torch.optim.AdamW(weights, lr=learning_rate, weight_decay=0.05, betas=(0.9, 0.98))
+    limits = {"steps": steps, "seconds": seconds, "warm_up": 80}
+    run = Run(out.with_suffix(".pt"), tower, optimizer, **limits, helper=probe)
 
     def loss_of(pictures: np.ndarray, labels: Tensor) -> tuple[Tensor, dict[str, float]]:
         return probe(target.image_rows(pictures).view(len(pictures), ROWS_PER_IMAGE, -1), labels)
 
     unseen = draw_batch(random.Random(0), 200, range(HELD_OUT_SEED, HELD_OUT_SEED + 100_000), crowded=False)
-    start, step, running = time.monotonic(), 0, 0.0
-    while step < steps and time.monotonic() - start < seconds:
-        progress = max(step / steps, (time.monotonic() - start) / seconds)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * cosine(step, progress, warm_up=80)
+
+    def report() -> None:
+        with torch.no_grad():
+            _, right = loss_of(*unseen)
+        shares = " ".join(f"{name} {share:.3f}" for name, share in right.items())
+        console.print(f"{run.step} steps, {run.spent:.0f} s; right on unseen scenes: {shares}", highlight=False)
+
+    losses = []
+    for step in run.numbers(report):
+        rng = random.Random(f"warm vision {step}")
         loss, _ = loss_of(*draw_batch(rng, batch, range(HELD_OUT_SEED), crowded=True))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        step, running = step + 1, running + loss.item()
-        if step % 100 == 0:
-            console.print(f"{step} {time.monotonic() - start:.0f} s loss {running / 100:.3f}", highlight=False)
-            running = 0.0
-    with torch.no_grad():
-        _, right = loss_of(*unseen)
-    console.print(f"{step} steps, {time.monotonic() - start:.0f} s; right on unseen scenes:", highlight=False)
-    console.print(" ".join(f"{name} {share:.3f}" for name, share in right.items()), highlight=False)
-    save_file(tower.state_dict(), out)
+        run.descend(loss)
+        losses.append(loss.item())
+        if (step + 1) % 100 == 0:
+            console.print(f"{step + 1} {run.spent:.0f} s loss {sum(losses) / len(losses):.3f}", highlight=False)
+            losses = []
+    replace(out, lambda path: save_file(tower.state_dict(), path))
 
 
 if __name__ == "__main__":
