@@ -1,5 +1,5 @@
-"""For all tests: no network, one torch thread unless told otherwise, and hypothesis draws the same cases every time, unless
-HYPOTHESIS_PROFILE=at-random asks for others."""
+"""For all tests: no network, one torch thread unless told otherwise, and hypothesis draws the same cases every time,
+unless HYPOTHESIS_PROFILE=at-random asks for others."""
 
 import os
 

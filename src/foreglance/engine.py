@@ -398,11 +398,16 @@ class Engine:
 
     def _pack(self, works: Many[Work]) -> tuple[Batch | None, dict[int, Work]]:
         """A validated batch; a sequence at fault is ended and left out."""
-        by_id = {work.sequence.id: work for work in works}
+        by_id, parts = {work.sequence.id: work for work in works}, {}
+        for work in works:
+            try:
+                parts[work.sequence.id] = self._part(work)
+            except Exception as error:
+                log.exception("a sequence has no rows for the step")
+                self._end(by_id.pop(work.sequence.id).sequence, "error", f"{type(error).__name__}: {error}")
         while by_id:
             try:
-                parts = [self._part(work) for work in by_id.values()]
-                return pack(parts, self.target.spec.inputs, self._store.held()), by_id
+                return pack([parts[id] for id in by_id], self.target.spec.inputs, self._store.held()), by_id
             except BatchError as error:
                 self._end(by_id.pop(error.sequence).sequence, "error", str(error))
         return None, {}

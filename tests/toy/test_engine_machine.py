@@ -1,8 +1,11 @@
 """An engine under random use against a plain one: requests of every kind come, step, leave, are saved and come back,
-with little memory. Whatever happens, a finished request has the tokens that it has alone, without drafts, in an engine
-of its own; a cancelled one has a beginning of them; every request ends once; and at the end nothing is held."""
+with little memory. Whatever happens, a finished request has the tokens, the text and the end that it has alone, without
+drafts, in an engine of its own, and leaves exactly its rows to the next turn; a cancelled one has a beginning of them;
+every request ends once; nothing goes wrong unheard; and at the end nothing is held."""
 
 import itertools
+import logging
+import os
 import tempfile
 from dataclasses import replace
 from functools import cache
@@ -11,7 +14,7 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.toy import ask, picture, run, talk, toy_engine, toy_target
+from support.toy import END, ask, picture, run, talk, toy_engine, toy_target
 from support.toy_chain import chained_target
 
 from foreglance import Message, Speculation
@@ -32,7 +35,16 @@ PROMPTS = (
         **options,
     ),
 )
-SAMPLINGS = ({}, {"temperature": 0.9, "seed": 1}, {"temperature": 1.0, "top_k": 5, "presence_penalty": 0.5, "seed": 2})
+SAMPLINGS = (  # of texts that end at their length, at a stop string, at the end of text; drafts may go beyond each
+    {},
+    {"temperature": 0.9, "seed": 1},
+    {"temperature": 1.0, "top_k": 5, "presence_penalty": 0.5, "seed": 2},
+    {"stop": ("j/w", "rG ", "exex")},
+    {"temperature": 0.9, "seed": 1, "stop": ("<7#", "Pi-", "nothing like it")},
+    {"logit_bias": {END: 5.0}},
+    {"temperature": 0.9, "seed": 3, "logit_bias": {END: 2.5}},
+    {"temperature": 0.9, "seed": 1, "logit_bias": {END: 3.0}, "ignore_eos": True},
+)
 TARGETS = {
     "one module, three axes": lambda: toy_target(rule=MRope()),
     "whole images, one axis": lambda: toy_target(rule=OneAxis(), whole_images=True),
@@ -40,18 +52,33 @@ TARGETS = {
 }
 
 
+TRIES = int(os.environ.get("FOREGLANCE_TRIES", "1"))  # how much more than usual is drawn at random
+LARGE = 1 << 24  # bytes for kept rows, of which none are given up
+
+
 @cache
 def alone(name, prompt, sampling, max_tokens):
-    """The tokens of a request in a plain engine: no drafts, one slot, no reuse."""
+    """A request in a plain engine: no drafts, one slot, no reuse."""
     request = PROMPTS[prompt]({**SAMPLINGS[sampling], "max_tokens": max_tokens})
-    return run(toy_engine(TARGETS[name](), slots=1, prefix_cache_bytes=0), [request])[0].token_ids
+    return run(toy_engine(TARGETS[name](), slots=1, prefix_cache_bytes=0), [request])[0]
+
+
+class Troubles(logging.Handler):
+    """What the package has logged as an error."""
+
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
 
 
 class Engines(RuleBasedStateMachine):
     @initialize(
         name=st.sampled_from(sorted(TARGETS)),
         slots=st.integers(1, 3),
-        reuse=st.sampled_from((0, 100_000, 1 << 24)),
+        reuse=st.sampled_from((0, 100_000, LARGE, LARGE)),
         images=st.sampled_from((0, 4_000, 1 << 20)),
     )
     def begin(self, name, slots, reuse, images):
@@ -59,14 +86,16 @@ class Engines(RuleBasedStateMachine):
         layout = {"slots": slots, "prefix_cache_bytes": reuse, "image_cache_bytes": images}
         self.engine = toy_engine(TARGETS[name](), **layout)
         self.open: dict[str, tuple] = {}
-        self.left: dict[str, list[int]] = {}
+        self.left: dict[str, list] = {}  # tokens so far
+        self.troubles = Troubles()
+        logging.getLogger("foreglance").addHandler(self.troubles)
         self.saved: list[Path] = []
         self.numbers = itertools.count()
 
     @rule(
         prompt=st.integers(0, len(PROMPTS) - 1),
         sampling=st.integers(0, len(SAMPLINGS) - 1),
-        max_tokens=st.sampled_from((1, 9, 20)),
+        max_tokens=st.sampled_from((1, 2, 9, 20, 32)),
         draft=st.sampled_from(("mtp", "mtp", "ngram", "none")),
         depth=st.sampled_from((1, 3, 7, "auto")),
         policy=st.sampled_from(("see", "skip", "placeholder")),
@@ -86,14 +115,23 @@ class Engines(RuleBasedStateMachine):
     def hear(self, events):
         for event in events:
             tokens = self.left[event.request_id]
-            tokens += [token.id for token in event.tokens]
-            want = alone(self.name, *self.open[event.request_id])
-            assert tuple(tokens) == want[: len(tokens)]
+            tokens += event.tokens
+            want, ids = alone(self.name, *self.open[event.request_id]), tuple(token.id for token in tokens)
+            assert ids == want.token_ids[: len(ids)]
+            assert want.text.startswith("".join(token.text for token in tokens))
             if event.result is not None:
-                assert event.result.error is None and event.result.token_ids == tuple(tokens)
-                assert "failed" not in (event.result.draft.off_because or "")
-                assert event.result.finish_reason == "cancelled" or tuple(tokens) == want
+                self.compare(event.result, ids, want)
                 del self.open[event.request_id], self.left[event.request_id]
+
+    def compare(self, result, ids, want):
+        assert result.error is None and result.token_ids == ids
+        assert "failed" not in (result.draft.off_because or "")
+        if result.finish_reason == "cancelled":
+            return
+        assert (ids, result.text, result.finish_reason) == (want.token_ids, want.text, want.finish_reason)
+        if self.engine.settings.prefix_cache_bytes == LARGE:
+            (slot,) = [slot for slot in self.engine.slots() if slot.request_id == result.request_id]
+            assert slot.rows == result.timings.prompt_tokens + len(ids) - 1  # all but the last one's own
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -113,7 +151,7 @@ class Engines(RuleBasedStateMachine):
     @rule(data=st.data())
     def restore(self, data):
         idle = [slot.id for slot in self.engine.slots() if slot.state == "idle"]
-        if idle and self.engine.settings.prefix_cache_bytes == 1 << 24:  # a smaller one may refuse
+        if idle and self.engine.settings.prefix_cache_bytes == LARGE:  # a smaller one may refuse
             self.engine.restore_slot(data.draw(st.sampled_from(idle)), data.draw(st.sampled_from(self.saved)))
 
     @rule(data=st.data())
@@ -130,9 +168,11 @@ class Engines(RuleBasedStateMachine):
                 assert self.engine._store[sequence.id].rows == sequence.committed
         assert self.engine._prefixes.bytes_held <= self.engine.settings.prefix_cache_bytes
         assert self.engine._embeddings.bytes_held <= self.engine.settings.image_cache_bytes
+        assert not self.troubles.messages
 
     def teardown(self):
         """All the rest runs to its end, and then nothing is held but what may be reused."""
+        logging.getLogger("foreglance").removeHandler(self.troubles)
         while not self.engine.is_idle:
             self.hear(self.engine.step())
         assert not self.open
@@ -144,4 +184,4 @@ class Engines(RuleBasedStateMachine):
 
 
 TestEngines = Engines.TestCase
-TestEngines.settings = settings(max_examples=12, stateful_step_count=25)
+TestEngines.settings = settings(max_examples=16 * TRIES, stateful_step_count=25)

@@ -3,6 +3,7 @@
 Nobody else notices, and nothing is left behind.
 """
 
+import itertools
 import json
 import os
 import random
@@ -10,12 +11,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import openai
 import pytest
 from support.served import MODEL, PATIENCE, TRIES, data_url, raw_request, serving, until, user
+
+from foreglance.serve.chat import ChatReply
+from foreglance.serve.completions import CompletionReply
+from foreglance.serve.responses import ResponseReply
 
 CHAT = "/v1/chat/completions"
 QUESTIONS = (
@@ -108,6 +114,111 @@ def _picture(colour) -> bytes:
     out = io.BytesIO()
     Image.new("RGB", (64, 64), colour).save(out, "PNG")
     return out.getvalue()
+
+
+STATIONS = ("_open", "_embed", "_part", "_reserve", "_pick", "_verify", "_commit", "_take", "_draft", "_settle")
+
+
+@pytest.fixture(scope="module")
+def expected(served):
+    return answers(served)
+
+
+def failing_once(work, at: int):
+    """`work`, but for call number `at`, which finds no memory."""
+    calls = itertools.count()
+
+    def broken(*given):
+        if next(calls) == at:
+            raise MemoryError("no more memory")
+        return work(*given)
+
+    return broken
+
+
+def outcomes(served, client, *, failing: Callable[[], None]) -> list[list[int] | str]:
+    """What becomes of three requests side by side, of which the second is streamed: its tokens, or its error."""
+
+    def ask(number: int) -> list[int] | str:
+        try:
+            if number != 1:
+                return answers_to(client, QUESTIONS[number])
+            chunks = client.chat.completions.create(
+                model=MODEL, max_tokens=16, stream=True, extra_body={"return_tokens": True}, **QUESTIONS[1]
+            )
+            return [token["id"] for chunk in chunks for token in chunk.model_extra.get("tokens", ())]
+        except openai.APIError as error:
+            return error.message
+
+    with ThreadPoolExecutor(3) as pool:
+        with served.held():
+            asked = [pool.submit(ask, number) for number in range(3)]
+            until(lambda: served.host.dispatch.num_open == 3, "all are taken")
+            failing()
+        return [one.result(PATIENCE) for one in asked]
+
+
+def count_of(http, finish_reason: str) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    name = f'foreglance_answers_total{{finish_reason="{finish_reason}"}} '
+    return next((float(line.removeprefix(name)) for line in lines if line.startswith(name)), 0.0)
+
+
+@pytest.mark.parametrize("at", (0, 3))
+@pytest.mark.parametrize("station", STATIONS)
+def test_an_error_at_any_station_is_told_to_the_requests_of_its_step(served, monkeypatch, expected, station, at):
+    served.host.worker.ask(lambda engine: engine.forget()).result(PATIENCE)  # so that every prompt has rows to compute
+    with served.openai() as client, served.http() as http, monkeypatch.context() as patch:
+        before = count_of(http, "error")
+        broken = failing_once(getattr(served.engine, station), at)
+        told = outcomes(served, client, failing=lambda: patch.setattr(served.engine, station, broken))
+        failed = [one for one in told if isinstance(one, str)]
+        assert all("MemoryError: no more memory" in one for one in failed)
+        assert all(one == want for one, want in zip(told, expected, strict=True) if one not in failed)
+        assert failed or (station, at) in (("_open", 3), ("_embed", 3))  # of three there is no fourth
+        assert len(failed) <= (1 if station in ("_open", "_embed", "_part") else 3)
+        assert count_of(http, "error") == before + len(failed)
+        assert http.get("/health").status_code == 200
+    served.settle()
+    assert answers(served) == expected
+
+
+@pytest.mark.parametrize("what", ("the drafter", "what is kept"))
+def test_what_only_makes_answers_faster_may_fail_without_a_word_lost(served, monkeypatch, expected, what):
+    drafter, prefixes = served.engine._drafters[served.engine.best_draft], served.engine._prefixes
+    owner, name = (drafter, "propose") if what == "the drafter" else (prefixes, "put")
+    with served.openai() as client, monkeypatch.context() as patch:
+        broken = failing_once(getattr(owner, name), 1)
+        assert outcomes(served, client, failing=lambda: patch.setattr(owner, name, broken)) == expected
+    served.settle()
+    assert answers(served) == expected
+
+
+@pytest.mark.parametrize("stream", (False, True), ids=("whole", "stream"))
+@pytest.mark.parametrize("endpoint", ("chat", "completions", "responses"))
+def test_code_of_the_server_that_breaks_costs_one_answer(served, monkeypatch, expected, endpoint, stream):
+    """Not the engine's: what turns events into an answer. A stream ends with the error, and not in the middle."""
+    reply = {"chat": ChatReply, "completions": CompletionReply, "responses": ResponseReply}[endpoint]
+    with served.openai() as client, monkeypatch.context() as patch:
+        patch.setattr(reply, "take", failing_once(reply.take, 1))
+        with pytest.raises(openai.APIError) if endpoint != "responses" or not stream else nullcontext() as raised:
+            events = ask_at(client, endpoint, stream)
+        if raised is None:
+            assert events[-1].type == "response.failed" and "MemoryError" in events[-1].response.error.message
+        else:
+            assert "the server failed (MemoryError)" in raised.value.message
+    served.settle()
+    assert answers(served) == expected
+
+
+def ask_at(client, endpoint: str, stream: bool):
+    if endpoint == "responses":
+        answer = client.responses.create(model=MODEL, input="Hello!", max_output_tokens=8, stream=stream)
+    elif endpoint == "completions":
+        answer = client.completions.create(model=MODEL, prompt="Hello!", max_tokens=8, stream=stream)
+    else:
+        answer = client.chat.completions.create(model=MODEL, max_tokens=8, stream=stream, **QUESTIONS[0])
+    return list(answer) if stream else answer
 
 
 @contextmanager

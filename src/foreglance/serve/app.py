@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from foreglance import __version__
 from foreglance.request import RequestError
-from foreglance.serve.errors import ApiError, from_request_error, from_validation
+from foreglance.serve.errors import ApiError, broken, from_request_error, from_validation
 from foreglance.serve.guard import Guard
 from foreglance.serve.host import Host
 from foreglance.serve.routes import openai_router, other_router
@@ -134,6 +134,6 @@ def answer_errors(app: FastAPI, note: Callable[[int], None]) -> None:
         return Response(status_code=CLIENT_CLOSED)
 
     @app.exception_handler(Exception)
-    async def broken(_: Request, error: Exception) -> Response:
+    async def failed(_: Request, error: Exception) -> Response:
         log.error("a request broke the server's own code", exc_info=error)
-        return answer(ApiError(500, f"the server failed ({type(error).__name__})", code="server_error"))
+        return answer(broken(error))

@@ -72,6 +72,11 @@ def refused(param: str | None, message: str, code: str = "invalid_value") -> Api
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
+def broken(error: Exception) -> ApiError:
+    """The server's own code failed over a request. What it says is for the log."""
+    return ApiError(500, f"the server failed ({type(error).__name__})", code="server_error")
+
+
 def from_request_error(error: RequestError, names: Mapping[str, str] | None = None) -> ApiError:
     """A request that the engine refuses. `names` are those of the endpoint, where they differ from `WIRE_NAMES`."""
     param = (WIRE_NAMES | dict(names or {})).get(error.param, error.param)

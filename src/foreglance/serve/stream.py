@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -11,9 +12,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from foreglance.serve.dispatch import Opened
-from foreglance.serve.errors import ApiError
+from foreglance.serve.errors import ApiError, broken
 from foreglance.serve.openai import Json as JsonObject
 
+log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 QUIET = 15.0  # seconds without an event before a comment keeps the connection open
 
@@ -90,6 +92,9 @@ class EventStream(Response):
             yield _join(reply.end())
         except ApiError as error:
             yield _join(reply.failed(error))
+        except Exception as error:
+            log.exception("a stream broke the server's own code")
+            yield _join(reply.failed(broken(error)))
         if reply.ends_with_done:
             yield b"data: [DONE]\n\n"
 
