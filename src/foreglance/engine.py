@@ -29,6 +29,7 @@ from foreglance.grammar import Guide
 from foreglance.images import each_picture, image_sources
 from foreglance.models.base import Caches, Target
 from foreglance.models.fingerprint import Origin
+from foreglance.models.picks import Picker, Wanted
 from foreglance.models.registry import load_model, prompter_of
 from foreglance.models.vision import EmbeddingCache
 from foreglance.models.weights import find_model
@@ -98,6 +99,7 @@ class Engine:
         self.target = target
         self.self_test = self_test  # what the start-up self-test chose; None for an engine put together by hand
         self.settings = settings or Settings()
+        self.picker = Picker.of(target)
         self.context = min(self.settings.context or target.spec.context, target.spec.context)
         self._prompter = prompter
         self._draft_model = draft_model
@@ -437,15 +439,32 @@ class Engine:
         return {part.sequence: self._store[part.sequence] for part in batch.parts}
 
     def _pick(self, batch: Batch, works: Mapping[int, Work], hidden: Tensor) -> dict[int, Picks]:
-        """The target's picks of each sequence's scored rows, up to the first that refutes a draft."""
-        if not len(batch.scored):
+        """The target's picks of each sequence's scored rows, at least up to the first that refutes a draft."""
+        scored = [(part, works[part.sequence].sequence) for part in batch.parts if part.num_scored]
+        if not scored:
             return {part.sequence: Picks() for part in batch.parts}
-        logits = self.target.logits(hidden[batch.scored]).numpy()
+        states = hidden if len(batch.scored) == batch.num_rows else hidden[batch.scored]
+        picks = self._pick_plainly(scored, states) or self._pick_each(scored, self.target.logits(states))
+        return picks if len(picks) == len(batch.parts) else {part.sequence: Picks() for part in batch.parts} | picks
+
+    def _pick_plainly(self, scored: Many[tuple[Part, Sequence]], states: Tensor) -> dict[int, Picks] | None:
+        """Output head and picks in one native call; None where a request needs its logits."""
+        if self.picker is None or not all(
+            sequence.picks_plainly and sequence.request.sampling.logprobs is None for _, sequence in scored
+        ):
+            return None
+        tokens = iter(self.picker(states, [_wanted(part, sequence) for part, sequence in scored]))
+        return {part.sequence: Picks(list(itertools.islice(tokens, part.num_scored))) for part, _ in scored}
+
+    def _pick_each(self, scored: Many[tuple[Part, Sequence]], logits: Tensor) -> dict[int, Picks]:
+        """Sequence by sequence. Who picks plainly has its picks made by the same kernel as in company of its kind."""
         picks, row = {}, 0
-        for part in batch.parts:
-            sequence = works[part.sequence].sequence
-            picks[part.sequence] = _pick_rows(sequence, part.drafts, logits[row : row + part.num_scored])
-            row += part.num_scored
+        for part, sequence in scored:
+            own, row = logits[row : row + part.num_scored], row + part.num_scored
+            tokens = None
+            if self.picker is not None and sequence.picks_plainly:
+                tokens = self.picker.among(own, [_wanted(part, sequence)])
+            picks[part.sequence] = _pick_rows(sequence, part.drafts, own.numpy(), tokens)
         return picks
 
     def _verify(self, batch: Batch, works: Mapping[int, Work], picks: Mapping[int, Picks]) -> dict[int, Verdict]:
@@ -672,15 +691,21 @@ class Engine:
         return names
 
 
-def _pick_rows(sequence: Sequence, drafts: Many[int], logits: np.ndarray) -> Picks:
-    """Row i is picked with the history that it would really have: what was generated and the drafts before it."""
+def _wanted(part: Part, sequence: Sequence) -> Wanted:
+    return Wanted(sequence.request.sampling, len(sequence.generated), part.num_scored)
+
+
+def _pick_rows(sequence: Sequence, drafts: Many[int], logits: np.ndarray, tokens: Many[int] | None = None) -> Picks:
+    """Row i is picked with the history that it would really have: what was generated and the drafts before it. `tokens`
+    are the picks if they were made already."""
     params, picks = sequence.request.sampling, Picks()
     prompt = sequence.rows.token_ids if params.repetition_penalty != 1 else ()
     for i, row in enumerate(logits):
         history = (*sequence.generated, *drafts[:i])
-        picks.tokens.append(pick(row, params, len(history), prompt, history, sequence.allowed(history)))
+        token = tokens[i] if tokens else pick(row, params, len(history), prompt, history, sequence.allowed(history))
+        picks.tokens.append(token)
         if params.logprobs is not None:
-            picks.logprobs.append(log_prob(row, picks.tokens[i], params.logprobs))
-        if i < len(drafts) and picks.tokens[i] != drafts[i]:
+            picks.logprobs.append(log_prob(row, token, params.logprobs))
+        if i < len(drafts) and token != drafts[i]:
             break
     return picks

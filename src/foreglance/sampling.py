@@ -60,6 +60,16 @@ def pick(
     return int(best if allowed is None else allowed[best])
 
 
+def is_plain(params: SamplingParams) -> bool:
+    """Whether temperature and noise alone decide a pick, if no grammar does."""
+    return (
+        not params.logit_bias
+        and params.repetition_penalty == 1
+        and not (params.presence_penalty or params.frequency_penalty)
+        and (params.temperature == 0 or not (params.top_k or params.top_p < 1 or params.min_p))
+    )
+
+
 def log_prob(logits: np.ndarray, token: int, num_top: int) -> LogProb:
     """logits float32 [vocab] of one row -> log-probabilities of the model's own distribution, before anything that
     `pick` does to it, of `token` and of the `num_top` likeliest tokens (ties: the lowest id first).

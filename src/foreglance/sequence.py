@@ -17,6 +17,7 @@ from foreglance.detokenize import Decode, Detokenizer, overlap
 from foreglance.grammar import Guide
 from foreglance.prompt import Coordinates, PositionRule, Positions, Rows
 from foreglance.request import MAX_DEPTH, DraftReport, Event, FinishReason, LogProb, Request, Result, Timings, Token
+from foreglance.sampling import is_plain
 from foreglance.verify import Verdict
 
 MIN_IMAGE = 16  # rows of an image at whose end a prompt chunk ends
@@ -91,6 +92,7 @@ class Sequence:
     embeds     image embeddings [rows, width] by image index, once computed
     undrafted  why its drafter has no more guesses for it, in words; None: it has
     guide      what its tokens may be; None: anything
+    picks_plainly  whether temperature and noise alone decide its picks, so that native code can make them
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Sequence:
         self.draft: tuple[int, ...] = ()
         self.undrafted: str | None = None
         self.guide = guide
+        self.picks_plainly = guide is None and is_plain(request.sampling)
         self.prefilled = 0
         self.embeds: dict[int, Tensor] = {}
         self.counters = Counters()

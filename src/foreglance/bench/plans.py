@@ -8,12 +8,13 @@ from foreglance.engine import Engine
 from foreglance.models.plans import PlanLine, Planned
 from foreglance.request import Request, Speculation
 
+PICKS = "output head and picks"
 STEPS = 8  # after which the rows of a step have been met often enough to be recorded
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan of `who` ("target", "draft head", ...) for a step of `num_rows` rows."""
+    """A plan of `who` ("target", "output head and picks", "draft head", ...) for a step of `num_rows` rows."""
 
     who: str
     num_rows: int
@@ -39,6 +40,9 @@ def profile(engine: Engine, request: Request, depth: int = 3) -> list[PlanReport
         for who, model in _models(engine):
             for num_rows, lines in model.plans.profile().items():
                 reports.setdefault((who, num_rows), PlanReport(who, num_rows, lines))
+        if engine.picker is not None:
+            for num_rows, lines in engine.picker.profile().items():
+                reports.setdefault((PICKS, num_rows), PlanReport(PICKS, num_rows, lines))
         engine.cancel(asked.id)
         engine.step()
     return list(reports.values())

@@ -98,7 +98,7 @@ class ChainRunner:
         """
         while alive := [chain for chain in chains if len(chain.tokens) < chain.depth]:
             plan = None
-            if isinstance(self._model, Guessing) and all(picks_plainly(chain.sequence) for chain in alive):
+            if isinstance(self._model, Guessing) and all(chain.sequence.picks_plainly for chain in alive):
                 plan = self._model.plans.chain(len(alive), self._model, MAX_DEPTH)
             if plan is None or any(self._store[chain.sequence.id].recurrent for chain in alive):
                 return
@@ -121,7 +121,7 @@ class ChainRunner:
         of the rows' tokens, the first one's coordinate, the states [rows, h] that they carry, and the depth. None where
         rows of that number are not recorded or more than temperature decides a pick."""
         cache = self._store[sequence.id]
-        if not isinstance(self._model, Guessing) or cache.recurrent or not picks_plainly(sequence):
+        if not isinstance(self._model, Guessing) or cache.recurrent or not sequence.picks_plainly:
             return None
         plan = self._model.plans.catch_up(num_rows, self._model, MAX_DEPTH)
         if plan is None:
@@ -147,7 +147,7 @@ class ChainRunner:
         pieces, how many rows to keep, and how many guesses there are; -> the guess and the states that were made. None
         where rows of that number are not recorded or more than temperature decides a pick."""
         cache = self._store[sequence.id]
-        if not isinstance(self._model, Guessing) or cache.recurrent or not picks_plainly(sequence):
+        if not isinstance(self._model, Guessing) or cache.recurrent or not sequence.picks_plainly:
             return None
         plan = self._model.plans.link(num_rows, self._model)
         if plan is None:
@@ -180,18 +180,6 @@ class ChainRunner:
     def _guess(self, chains: Many[Chain], hidden: Tensor) -> None:
         if chains:
             extend(chains, fit(self._model.logits(hidden).numpy(), self._vocab_size))
-
-
-def picks_plainly(sequence: Sequence) -> bool:
-    """Whether temperature and noise alone decide a pick, so that native code can make it."""
-    params = sequence.request.sampling
-    return (
-        sequence.guide is None
-        and not params.logit_bias
-        and params.repetition_penalty == 1
-        and not (params.presence_penalty or params.frequency_penalty)
-        and (params.temperature == 0 or not (params.top_k or params.top_p < 1 or params.min_p))
-    )
 
 
 def extend(chains: Many[Chain], logits: np.ndarray) -> None:

@@ -17,7 +17,7 @@ from foreglance.cache.kv import KV
 from foreglance.cache.prefix import Hit, Memory
 from foreglance.cache.store import CacheStore
 from foreglance.drafters.base import Settled
-from foreglance.drafters.chains import Chain, extend, picks_plainly
+from foreglance.drafters.chains import Chain, extend
 from foreglance.models.plans import ReadingAtOnce
 from foreglance.models.reading import Lent, Reader
 from foreglance.request import MAX_DEPTH
@@ -70,7 +70,7 @@ class SharedCacheDrafter:
         """Steps 2 and 3 of a single sequence in one native call; None where they are not recorded or more than
         temperature decides a pick."""
         sequence, reader = chain.sequence, self._reader
-        if not isinstance(reader, ReadingAtOnce) or not picks_plainly(sequence):
+        if not isinstance(reader, ReadingAtOnce) or not sequence.picks_plainly:
             return None
         position, lent = self._position(sequence), self._lent(sequence)
         plan = reader.plan(len(position), lent)

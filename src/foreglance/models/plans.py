@@ -10,7 +10,8 @@ else in a plan depends on values. A forward that computes something outside `ops
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -84,6 +85,19 @@ class Record:
         self.buffers.append(buffer)
 
 
+@contextmanager
+def recording(record: Record, *used: NativeOps) -> Iterator[None]:
+    """Calls of these operations go into `record`. Raises `NotRecordable` if anything else is computed."""
+    try:
+        for ops in used:
+            ops.recorder = record
+        with _OnlyViews():
+            yield
+    finally:
+        for ops in used:
+            ops.recorder = None
+
+
 class Plan:
     """The calls for `batch.num_rows` few rows, and the buffers for what changes."""
 
@@ -125,6 +139,11 @@ class PlanLine:
     microseconds: float
 
 
+def profiled(ops: NativeOps, lines: Lines, times: int) -> list[PlanLine]:
+    """Repeats the last step."""
+    return [PlanLine(*names, us) for names, us in zip(lines.names(), ops.timed(lines, times), strict=True)]
+
+
 @dataclass(frozen=True)
 class Guess:
     """What guessing for a sequence begins with: where its rows lie, the position [axes] of its next row, the state
@@ -151,16 +170,12 @@ class ChainPlan:
         self._cells = np.zeros(1 + 3 * n, np.int64)
         self._floats = self._cells.view(np.float64)
         onward, picking = Record(), Record()
-        try:
-            with _OnlyViews():
-                ops.recorder = onward
-                ops.copied(plan.output, plan.hidden)
-                ops.advance(self._cells, Few((), plan.table), plan.positions)
-                ops.recorder = picking
-                scores = head.guess_logits(plan.hidden)
-                ops.pick_rows(scores, plan.token_ids, self._picks, self._cells, head.guess_ids)
-        finally:
-            ops.recorder = None
+        with recording(onward, ops):
+            ops.copied(plan.output, plan.hidden)
+            ops.advance(self._cells, Few((), plan.table), plan.positions)
+        with recording(picking, ops):
+            scores = head.guess_logits(plan.hidden)
+            ops.pick_rows(scores, plan.token_ids, self._picks, self._cells, head.guess_ids)
         self._buffers = picking.buffers
         self._pick = Lines(picking.calls)
         copied, advanced = onward.calls
@@ -178,7 +193,7 @@ class ChainPlan:
             plan.hidden[i] = one.hidden[0]
             table[1 + 4 * i : 5 + 4 * i] = i, 1, one.holder.rows, one.holder.addresses
             self._floats[1 + 3 * i] = one.temperature
-            cells[2 + 3 * i : 4 + 3 * i] = _signed(one.seed), one.index
+            cells[2 + 3 * i : 4 + 3 * i] = signed(one.seed), one.index
         if first:
             self._ops.run(self._pick)
             cells[0] = 1
@@ -191,7 +206,7 @@ class ChainPlan:
         """Guesses of one sequence from the state that lies in the plan's buffer; its next row is `row`."""
         self.plan.coords[:] = coordinate
         self.plan.table[:5] = 1, 0, 1, row, addresses
-        self._cells[:] = 0, 0, _signed(seed), index
+        self._cells[:] = 0, 0, signed(seed), index
         self._floats[1] = temperature
         self._ops.run(self._pick)
         self._cells[0] = 1
@@ -200,7 +215,7 @@ class ChainPlan:
         return tuple(self._picks[:depth, 0].tolist())
 
 
-def _signed(seed: int) -> int:
+def signed(seed: int) -> int:
     """The same 64 bits as a signed number."""
     return seed - (1 << 64) if seed >= 1 << 63 else seed
 
@@ -213,11 +228,8 @@ class CatchUpPlan:
         self._ops, self._plan, self._chain, self.axes = ops, plan, chain, len(plan.coords)
         self._steps = np.arange(len(plan.ids))
         copied = Record()
-        ops.recorder = copied
-        try:
+        with recording(copied, ops):
             ops.copied(plan.output[-1:], chain.plan.hidden)
-        finally:
-            ops.recorder = None
         self._lines = Lines([*plan.record.calls, *copied.calls])
 
     def run(
@@ -252,13 +264,9 @@ class LinkPlan:
         self._token, self._pick = torch.zeros(1, dtype=torch.int64), np.zeros((1, 1), np.int64)
         self._cells = np.zeros(4, np.int64)
         picking = Record()
-        ops.recorder = picking
-        try:
-            with _OnlyViews():
-                scores = head.guess_logits(plan.output[-1:])
-                ops.pick_rows(scores, self._token, self._pick, self._cells, head.guess_ids)
-        finally:
-            ops.recorder = None
+        with recording(picking, ops):
+            scores = head.guess_logits(plan.output[-1:])
+            ops.pick_rows(scores, self._token, self._pick, self._cells, head.guess_ids)
         self._buffers = picking.buffers
         self._lines = Lines([*plan.record.calls, *picking.calls])
 
@@ -280,7 +288,7 @@ class LinkPlan:
         plan.coords[:] = self._steps + coordinate
         torch.cat(states, out=plan.hidden)
         plan.table[:5] = 1, 0, len(tokens), holder.rows, holder.addresses
-        self._cells[:] = 0, 0, _signed(seed), index
+        self._cells[:] = 0, 0, signed(seed), index
         self._cells[1:2].view(np.float64)[0] = temperature
         self._ops.run(self._lines)
         return int(self._pick[0, 0]), plan.output.clone()
@@ -313,18 +321,12 @@ class ReaderPlan:
         self._nothing, still = np.zeros(1, np.int64), torch.empty(axes, 0, dtype=torch.int64)
         self._seen.set(lent)
         self._record = Record()
-        try:
-            for ops in used:
-                ops.recorder = self._record
-            with _OnlyViews():
-                state = model.forward_borrowed(self._token, self._hidden, self._positions, self._seen)
-                scores = model.logits(state)
-                self._ops.pick_rows(scores, self._token, self._picks, self._cells)
-                self._ops.copied(model.chained(state), self._hidden)
-                self._ops.advance(self._cells, Few((), self._nothing), still)
-        finally:
-            for ops in used:
-                ops.recorder = None
+        with recording(self._record, *used):
+            state = model.forward_borrowed(self._token, self._hidden, self._positions, self._seen)
+            scores = model.logits(state)
+            self._ops.pick_rows(scores, self._token, self._picks, self._cells)
+            self._ops.copied(model.chained(state), self._hidden)
+            self._ops.advance(self._cells, Few((), self._nothing), still)
         self._lines = Lines(self._record.calls)
 
     def run(
@@ -343,7 +345,7 @@ class ReaderPlan:
         self._hidden.copy_(hidden)
         self._positions.copy_(position)
         self._seen.set(lent)
-        self._cells[:] = 0, 0, _signed(seed), index
+        self._cells[:] = 0, 0, signed(seed), index
         self._cells[1:2].view(np.float64)[0] = temperature
         self._ops.run(self._lines, depth)
         return tuple(self._picks[:depth, 0].tolist())
@@ -353,7 +355,7 @@ class Plans:
     """A family's forward, recorded where that can be done."""
 
     def __init__(self, ops: Ops, forward: Forward):
-        self._ops = ops if isinstance(ops, NativeOps) else None
+        self.ops = ops if isinstance(ops, NativeOps) else None
         self._forward = forward
         self._plans: dict[int, Plan] = {}
         self._chains: dict[int, ChainPlan | None] = {}
@@ -365,7 +367,7 @@ class Plans:
     def __call__(self, batch: Batch, caches: Caches) -> Tensor:
         num_rows = batch.num_rows
         if (
-            self._ops is None
+            self.ops is None
             or self.refused is not None
             or num_rows > TILE
             or batch.num_few != num_rows
@@ -375,12 +377,12 @@ class Plans:
         plan = self._plans.get(num_rows)
         if plan is None:
             if num_rows in self._met:
-                return self._recorded(self._ops, batch, caches)
+                return self._recorded(self.ops, batch, caches)
             self._met.add(num_rows)  # run once as it is, so that what kernels make of weights is there
             return self._forward(batch, caches)
         few = batch.few(caches)
         plan.load(batch, few)
-        self._ops.run(plan.lines)
+        self.ops.run(plan.lines)
         for part in few.parts:
             for layer in part.holder.recurrent:
                 layer.filled(part.num_rows)
@@ -392,9 +394,8 @@ class Plans:
         step, so the sequences of that step must still be there; what they hold stays the same."""
         found: dict[int, list[PlanLine]] = {}
         for num_rows, plan in sorted(self._plans.items()):
-            assert self._ops is not None
-            spent = self._ops.timed(plan.lines, times)
-            found[num_rows] = [PlanLine(*names, us) for names, us in zip(plan.lines.names(), spent, strict=True)]
+            assert self.ops is not None
+            found[num_rows] = profiled(self.ops, plan.lines, times)
         return found
 
     def catch_up(self, num_rows: int, head: Guessing, deepest: int) -> CatchUpPlan | None:
@@ -402,9 +403,9 @@ class Plans:
         recorded."""
         if num_rows not in self._catch_ups:
             plan, chain = self._plans.get(num_rows), self.chain(1, head, deepest)
-            if plan is None or chain is None or self._ops is None:
+            if plan is None or chain is None or self.ops is None:
                 return None
-            self._catch_ups[num_rows] = CatchUpPlan(self._ops, plan, chain)
+            self._catch_ups[num_rows] = CatchUpPlan(self.ops, plan, chain)
         return self._catch_ups[num_rows]
 
     def link(self, num_rows: int, head: Guessing) -> LinkPlan | None:
@@ -412,10 +413,10 @@ class Plans:
         recorded, or if logits cannot be."""
         if num_rows not in self._links:
             plan = self._plans.get(num_rows)
-            if plan is None or self._ops is None:
+            if plan is None or self.ops is None:
                 return None
             try:
-                self._links[num_rows] = LinkPlan(self._ops, plan, head)
+                self._links[num_rows] = LinkPlan(self.ops, plan, head)
             except NotRecordable as error:
                 log.info("guesses are not recorded: logits compute %s outside the kernels", error)
                 self._links[num_rows] = None
@@ -432,11 +433,11 @@ class Plans:
         """The plan of guesses for `num_rows` sequences; None while their forward is not recorded, or if logits cannot
         be."""
         plan = self._plans.get(num_rows)
-        if plan is None or self._ops is None:
+        if plan is None or self.ops is None:
             return None
         if num_rows not in self._chains:
             try:
-                self._chains[num_rows] = ChainPlan(self._ops, plan, head, deepest)
+                self._chains[num_rows] = ChainPlan(self.ops, plan, head, deepest)
             except NotRecordable as error:
                 log.info("guesses are not recorded: logits compute %s outside the kernels", error)
                 self._chains[num_rows] = None
@@ -445,16 +446,13 @@ class Plans:
     def _recorded(self, ops: NativeOps, batch: Batch, caches: Caches) -> Tensor:
         plan, few = Plan(batch), batch.few(caches)
         plan.load(batch, few)
-        ops.recorder = plan.record
         try:
-            with _OnlyViews():
+            with recording(plan.record, ops):
                 plan.output = self._forward(plan.bound(batch, few), caches)
         except NotRecordable as error:
             self.refused = str(error)
             log.info("a forward is not recorded: it computes %s outside the kernels", error)
             return self._forward(batch, caches)
-        finally:
-            ops.recorder = None
         plan.lines = Lines(plan.record.calls)
         self._plans[batch.num_rows] = plan
         return plan.output.clone()

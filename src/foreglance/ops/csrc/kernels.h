@@ -21,6 +21,8 @@
 #define P (16 / W) /* vectors in a block of 16 outputs */
 
 typedef float vf __attribute__((vector_size(W * 4)));
+typedef uint64_t vu __attribute__((vector_size(W * 4)));
+typedef int64_t vs __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 
 INLINE vf load(const float *p) {
@@ -613,17 +615,29 @@ static void softcap(const Arg *a, int part, int parts) {
     }
 }
 
+INLINE vf larger(vf x, vf y) {
+    vi more = x > y;
+    return (vf)(((vi)x & more) | ((vi)y & ~more));
+}
+
+/* Where the largest of x [v] is: the block that holds it first, then its place in there. */
 INLINE int64_t first_of_most(const float *x, int64_t v) {
-    vf best = splat(-INFINITY);
-    int64_t j = 0, at = 0;
-    for (; j + W <= v; j += W) {
-        vf y = load(x + j);
-        vi more = y > best;
-        best = (vf)(((vi)y & more) | ((vi)best & ~more));
+    float most = -INFINITY;
+    int64_t at = 0;
+    for (int64_t from = 0; from < v; from += 32 * W) {
+        int64_t to = v - from < 32 * W ? v : from + 32 * W, j = from;
+        vf best[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
+        for (; j + 4 * W <= to; j += 4 * W)
+            for (int i = 0; i < 4; i++) best[i] = larger(load(x + j + i * W), best[i]);
+        vf two = larger(larger(best[0], best[1]), larger(best[2], best[3]));
+        float own = two[0];
+        for (int l = 1; l < W; l++) own = two[l] > own ? two[l] : own;
+        for (; j < to; j++) own = x[j] > own ? x[j] : own;
+        if (own > most) {
+            most = own;
+            at = from;
+        }
     }
-    float most = best[0];
-    for (int l = 1; l < W; l++) most = best[l] > most ? best[l] : most;
-    for (; j < v; j++) most = x[j] > most ? x[j] : most;
     while (at < v - 1 && x[at] != most) at++;
     return at;
 }
@@ -643,31 +657,68 @@ INLINE double uniform_of(uint64_t key, int64_t token) {
     return ((double)(mix(key + GOLDEN * ((uint64_t)token + 1)) >> 11) + 0.5) * 0x1p-53;
 }
 
+/* How likely noise is, at most, that lifts a logit to the best score. */
+INLINE float chance_of(float x, double best, double inverse) {
+    return exp_((float)(((double)x - best) * inverse)) * 1.001f;
+}
+
+/* Whether one of x [v], which stand for the tokens `ids` or `first` and so on, may come out best: whether the largest
+   uniform number among theirs would do for the largest logit. */
+INLINE int hopeful(const float *x, int64_t v, uint64_t key, int64_t first, const int64_t *ids, double best,
+                   double inverse) {
+    vu most = {0}, token, step = most + W / 2 * GOLDEN;
+    vf top = splat(-INFINITY);
+    int64_t j = 0;
+    for (int l = 0; l < W / 2; l++) token[l] = key + GOLDEN * ((uint64_t)first + l + 1);
+    for (; j + W <= v; j += W) {
+        top = larger(load(x + j), top);
+        for (int half = 0; half < 2; half++, token += step) {
+            vu of = token;
+            if (ids) {
+                memcpy(&of, ids + j + half * W / 2, sizeof of);
+                of = key + GOLDEN * (of + 1);
+            }
+            of = (of ^ (of >> 30)) * 0xBF58476D1CE4E5B9u;
+            of = (of ^ (of >> 27)) * 0x94D049BB133111EBu;
+            of = (of ^ (of >> 31)) >> 11;
+            vu more = (vu)((vs)of > (vs)most);
+            most = (of & more) | (most & ~more);
+        }
+    }
+    float highest = top[0];
+    uint64_t drawn = most[0];
+    for (int l = 1; l < W; l++) highest = top[l] > highest ? top[l] : highest;
+    for (int l = 1; l < W / 2; l++) drawn = most[l] > drawn ? most[l] : drawn;
+    double uniform = ((double)drawn + 0.5) * 0x1p-53;
+    for (; j < v; j++) {
+        double own = uniform_of(key, ids ? ids[j] : first + j);
+        uniform = own > uniform ? own : uniform;
+        highest = x[j] > highest ? x[j] : highest;
+    }
+    return !(1.0 - uniform > chance_of(highest, best, inverse));
+}
+
 /* The first of the largest logit + temperature * noise. Noise beyond g has a chance below exp(-g), so only tokens whose
    uniform number leaves them a chance against the best so far have theirs computed. */
 INLINE int64_t sampled(const float *x, int64_t v, double temperature, uint64_t seed, int64_t index,
                        const int64_t *ids) {
     uint64_t key = mix(seed + GOLDEN * ((uint64_t)index + 1));
     int64_t at = first_of_most(x, v);
-    double best = x[at] + temperature * gumbel(uniform_of(key, ids ? ids[at] : at));
-    float inverse = (float)(1.0 / temperature);
-    for (int64_t from = 0; from < v; from += 64) {
-        int64_t count = v - from < 64 ? v - from : 64;
-        double uniform[64];
-        float chance[64];
-        int hopeful = 0;
-        for (int64_t j = 0; j < count; j++) {
-            uniform[j] = uniform_of(key, ids ? ids[from + j] : from + j);
-            chance[j] = exp_((x[from + j] - (float)best) * inverse) * 1.001f;
-            hopeful |= 1.0 - uniform[j] <= chance[j];
-        }
-        if (!hopeful) continue;
-        for (int64_t j = 0; j < count; j++) {
-            if (1.0 - uniform[j] > chance[j]) continue;
-            double score = x[from + j] + temperature * gumbel(uniform[j]);
-            if (score > best || (score == best && from + j < at)) {
-                best = score;
-                at = from + j;
+    double best = x[at] + temperature * gumbel(uniform_of(key, ids ? ids[at] : at)), inverse = 1.0 / temperature;
+    for (int64_t block = 0; block < v; block += 256) {
+        int64_t end = v - block < 256 ? v : block + 256;
+        if (!hopeful(x + block, end - block, key, block, ids ? ids + block : 0, best, inverse)) continue;
+        for (int64_t from = block; from < end; from += 32) {
+            int64_t to = end - from < 32 ? end : from + 32;
+            if (!hopeful(x + from, to - from, key, from, ids ? ids + from : 0, best, inverse)) continue;
+            for (int64_t j = from; j < to; j++) {
+                double uniform = uniform_of(key, ids ? ids[j] : j);
+                if (1.0 - uniform > chance_of(x[j], best, inverse)) continue;
+                double score = x[j] + temperature * gumbel(uniform);
+                if (score > best || (score == best && j < at)) {
+                    best = score;
+                    at = j;
+                }
             }
         }
     }
