@@ -89,7 +89,7 @@ def run(*stages: subprocess.Popen) -> None:
         codes = [stage.wait() for stage in stages]
     if any(codes):
         console.print("The build ended early; the same command goes on where it was.")
-        raise typer.Exit(next(code % 256 for code in codes if code))
+        raise typer.Exit(next(code if code > 0 else 128 - code for code in codes if code))  # below 0: by a signal
 
 
 def finish_target(
