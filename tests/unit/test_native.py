@@ -250,6 +250,27 @@ def test_rows_over_caches_are_those_of_the_twin_and_of_rows_alone(instructions, 
             assert torch.equal(mine, one)
 
 
+def test_a_state_is_the_same_by_whatever_steps_it_was_reached(instructions, threads):
+    """Long enough for steps to be repeated, states to be renewed, and inputs and steps to be moved to the front."""
+    ops, rng = NativeOps(twin("fp32"), "fp32"), np.random.default_rng(5)
+    together, alone = held_rows(), held_rows()
+    for number in range(40):
+        count = int(rng.integers(1, 9))
+        keep = int(rng.integers(0, count + 1))
+        _, *inputs = inputs_of_step(number, count)
+        got = ops.delta_few(few_of(together, {0: count}), 2, *inputs, CONV, HOW)
+        for i in range(keep):
+            row = [part[i : i + 1].clone() for part in inputs]
+            assert torch.equal(ops.delta_few(few_of(alone, {0: 1}), 2, *row, CONV, HOW)[0], got[i]), (number, i)
+            alone.commit(0, 1, (1,))
+        together.commit(0, keep, (1,))
+        if number % 13 == 12:
+            states = [store[0].layers[2].read() for store in (together, alone)]
+            assert all(torch.equal(mine, other) for mine, other in zip(*states, strict=True))
+    together[0].layers[2].load(0, together[0].layers[2].save(0))
+    assert torch.equal(together[0].layers[2].read()[1], alone[0].layers[2].read()[1])
+
+
 @pytest.mark.parametrize("temperature", (0.0, 0.05, 0.8, 3.0))
 def test_picks_are_those_of_sampling(instructions, threads, temperature):
     ops, generator = NativeOps(twin("fp32"), "fp32"), torch.Generator().manual_seed(11)

@@ -17,8 +17,11 @@ from torch import Tensor
 from foreglance.ops.native import native_module
 
 State = tuple[Tensor, ...]
-# Cells of `address` behind the addresses of two pools, as csrc/kernels.h reads them: slots, a number, addresses.
-CURRENT, BASE, PENDING, KEPT, STEPS = 2, 3, 4, 5, 6
+# Cells of `address` as csrc/kernels.h reads them: addresses of inputs, states and steps; the first input in use, the
+# state to begin with, the first step to repeat and how many, whether the state behind those is wanted.
+WINDOW, STATES, STEPS, AT, BASE, FIRST, PENDING, RENEW = range(8)
+SPARE = 24  # rows that inputs and steps have room for beyond those in use, before they are moved to the front
+REPEATED = 4  # steps that are rather repeated than their state written: a state is large, a step is not
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class RecurrentSpec:
         if len(self.shapes) != 2 or len(self.shapes[1]) != 3:
             return 0
         heads, dk, dv = self.shapes[1]
-        return heads * (1 + 2 * dk + dv)
+        return heads * (2 * dk + dv + 16)
 
     def bytes_per_row(self) -> int:
         return 0
@@ -58,122 +61,148 @@ class RecurrentSpec:
 class Recurrent:
     """State of one sequence in one layer: the committed one, and how to get to the one behind a provisional row.
 
-        slots:   [ after row 0 | committed | after row 1 | after row 2 | ... ]
-
-    Every state tensor has a pool of slots; committing a row names the slot that holds its snapshot. A forward that
-    writes its states itself (`write`) leaves a snapshot of every tensor for each row that may be kept. Native kernels
-    do so for the first tensor only. Of the second, [heads, dk, dv], they leave the state behind the last row, and of
-    each row the step that led there; a state behind an earlier row is made by repeating the kept steps, with the same
-    bits, when it is next needed. The pool of that tensor has three slots: the committed state or an earlier one, from
-    which `PENDING` kept steps lead to it; the committed state as the kernels make it of those; the state behind the
-    last row. `address` are the cells that they read.
+    A forward that writes its states itself (`write`) leaves one for each row that may be kept. Native kernels compute
+    rows from what `Stepped` holds, which is made when they first do.
     """
 
     def __init__(self, spec: RecurrentSpec):
         self.spec = spec
         self.address = np.zeros(8, np.int64)
-        self._current = [0] * len(spec.shapes)  # slots
-        self._kept: dict[int, int] = {}  # rows -> index of slot, of snapshots that were written one by one
+        self._state = tuple(torch.zeros(shape) for shape in spec.shapes)
+        self._stepped: Stepped | None = None  # in place of `_state`
+        self._kept: dict[int, State] = {}  # rows -> state behind them
         self._filled = 0  # rows that a kernel computed
-        self._live = 0  # slot of the state behind the last of them
-        self._pools = [torch.zeros(1, *shape) for shape in spec.shapes]
-        self._steps = [
-            torch.empty(0, spec.step_size()) for _ in range(2)
-        ]  # kept ones, and those of the running forward
-        self._point()
-
-    def _point(self) -> None:
-        """Tell the kernels where everything is."""
-        cells = self.address
-        cells[: min(2, len(self._pools))] = [pool.data_ptr() for pool in self._pools[:2]]
-        cells[CURRENT], cells[BASE] = self._current[0], self._current[-1]
-        cells[KEPT : STEPS + 1] = [steps.data_ptr() for steps in self._steps]
 
     def reserve(self, committed: int, num_rows: int) -> None:
         """A new forward begins: what an unfinished one left is void."""
-        self._kept, self._filled = {}, 0
+        if self._kept:
+            self._kept = {}
+        self._filled = 0
 
     def make_room(self, num_rows: int) -> None:
         """Room for a kernel's `num_rows` rows."""
-        size = self.spec.step_size()
-        if not size:
-            return
-        self._grow(0, num_rows + 1)
-        self._grow(1, 3)
-        if len(self._steps[0]) < num_rows:
-            for place, old in enumerate(self._steps):
-                self._steps[place] = torch.empty(num_rows, size)
-                self._steps[place][: len(old)] = old
-            self._point()
-
-    def _grow(self, place: int, slots: int) -> None:
-        old = self._pools[place]
-        if len(old) < slots:
-            self._pools[place] = old.new_zeros(slots, *old.shape[1:])
-            self._pools[place][: len(old)] = old
-            self._point()
+        if self._stepped is None:
+            if not self.spec.step_size() or native_module() is None:
+                return
+            self._stepped = Stepped(self.spec, self._state, self.address)
+            self._state = ()
+        self._stepped.make_room(num_rows)
 
     def read(self) -> State:
         """The committed state, until the next commit. Do not write into it."""
-        if self.address[PENDING]:
-            module = native_module()
-            assert module is not None  # it left the steps
-            module.call(module.delta_commit, self.address.ctypes.data, *self.spec.shapes[1])
-            self._current[1] = _slot(0, self._current[1])
-            self.address[PENDING] = 0
-            self._point()
-        return tuple(pool[slot] for pool, slot in zip(self._pools, self._current, strict=True))
+        return self._state if self._stepped is None else self._stepped.read()
 
     def write(self, num_rows: int, state: State) -> None:
-        """The state after `num_rows` provisional rows."""
-        index = len(self._kept)
-        for place, tensor in enumerate(state):
-            self._grow(place, index + 2)
-            self._pools[place][_slot(index, self._current[place])] = tensor
-        self._kept[num_rows] = index
+        """The state after `num_rows` provisional rows. It is copied when it is committed and must not change before."""
+        self._kept[num_rows] = state
 
     def filled(self, num_rows: int) -> None:
         """A kernel has computed the first `num_rows` rows."""
-        self._filled, self._live = num_rows, _slot(1, self._current[1])
+        self._filled = num_rows
 
     def commit(self, committed: int, num_rows: int, keep: int) -> None:
         if keep in self._kept:
-            self._current = [_slot(self._kept[keep], slot) for slot in self._current]
-            self.address[PENDING] = 0
+            self._set(self._kept[keep])
         elif 0 < keep <= self._filled:
-            self._commit_filled(keep)
+            assert self._stepped is not None
+            self._stepped.commit(keep)
         elif keep:
             raise ValueError(
                 f"a recurrent layer has no state after {keep} of {num_rows} rows; a prompt chunk is kept whole"
             )
-        self._kept, self._filled = {}, 0
-        self._point()
+        self.reserve(committed, num_rows)
 
-    def _commit_filled(self, keep: int) -> None:
-        self._current[0] = _slot(keep - 1, self._current[0])
-        if keep == self._filled:
-            self._current[1] = self._live
-            self.address[PENDING] = 0
-            return
-        if self.address[PENDING]:
-            self._current[1] = _slot(0, self._current[1])
-        self._steps.reverse()
-        self.address[PENDING] = keep
+    def _set(self, state: State) -> None:
+        if self._stepped is not None:
+            self._stepped.load(state)
+        else:
+            self._state = tuple(tensor.clone() for tensor in state)
 
     def save(self, rows: int) -> Any:
         return tuple(tensor.clone() for tensor in self.read())
 
     def load(self, rows: int, saved: Any) -> None:
-        self.address[PENDING] = 0
-        for tensor, old in zip(self.read(), saved, strict=True):
-            tensor.copy_(old)
-        self._kept, self._filled = {}, 0
+        self._set(saved)
+        self.reserve(rows, 0)
 
     def piece(self, start: int, stop: int) -> State:
         """A copy of the committed state in main memory."""
         return tuple(tensor.to("cpu", copy=True) for tensor in self.read())
 
 
-def _slot(index: int, current: int) -> int:
-    """The slots but `current`, in order."""
-    return index if index < current else index + 1
+class Stepped:
+    """Inputs of a convolution, and a state [heads, dk, dv] with the steps that lead on from it.
+
+        inputs:  [ gone | width - 1 before the running rows | running rows | free ]
+        steps:   [ gone | of committed rows, behind the state | of running rows | free ]
+
+    Committing rows moves the borders and copies nothing. A state is so much larger than a step that kernels rather
+    repeat a few committed steps from an older state than write a new one; from `REPEATED` steps on they do both, into
+    the other one of two states. A state is computed by the same instructions whenever that is, with the same bits.
+    """
+
+    def __init__(self, spec: RecurrentSpec, state: State, address: np.ndarray):
+        (self._tail, channels), of_state = spec.shapes
+        self._cells = memoryview(address)
+        self._address = address.ctypes.data
+        self._window = torch.empty(self._tail + SPARE, channels)
+        self._states = torch.empty(2, *of_state)
+        self._steps = torch.empty(SPARE, spec.step_size())
+        self._cells[STATES] = self._states.data_ptr()
+        self._cells[WINDOW], self._cells[STEPS] = self._window.data_ptr(), self._steps.data_ptr()
+        self.load(state)
+
+    def load(self, state: State) -> None:
+        tail, of_state = state
+        self._window[: self._tail] = tail
+        self._states[0] = of_state
+        cells = self._cells
+        cells[AT] = cells[BASE] = cells[FIRST] = cells[PENDING] = cells[RENEW] = 0
+
+    def make_room(self, num_rows: int) -> None:
+        cells = self._cells
+        at, first, pending = cells[AT], cells[FIRST], cells[PENDING]
+        if at + self._tail + num_rows > len(self._window):
+            self._window = _moved(self._window, at, self._tail, num_rows)
+            cells[WINDOW], cells[AT] = self._window.data_ptr(), 0
+        if first + pending + num_rows > len(self._steps):
+            self._steps = _moved(self._steps, first, pending, num_rows)
+            cells[STEPS], cells[FIRST] = self._steps.data_ptr(), 0
+        cells[RENEW] = pending >= REPEATED
+
+    def commit(self, keep: int) -> None:
+        """Keep the first rows of the last forward of a kernel."""
+        cells = self._cells
+        cells[AT] += keep
+        if cells[RENEW]:
+            self._renewed()
+        cells[PENDING] += keep
+
+    def _renewed(self) -> None:
+        """The state behind the steps that were to be repeated is there."""
+        cells = self._cells
+        cells[BASE] = 1 - cells[BASE]
+        cells[FIRST] += cells[PENDING]
+        cells[PENDING] = cells[RENEW] = 0
+
+    def read(self) -> State:
+        cells = self._cells
+        if cells[PENDING]:
+            module = native_module()
+            assert module is not None  # it left the steps
+            cells[RENEW] = 1
+            module.call(module.delta_commit, self._address, *self._states.shape[1:])
+            self._renewed()
+        at = cells[AT]
+        return self._window[at : at + self._tail], self._states[cells[BASE]]
+
+
+def _moved(rows: Tensor, first: int, count: int, more: int) -> Tensor:
+    """Rows [first, first + count) in front, with room for `more` behind them."""
+    kept = rows[first : first + count]
+    if count + more > len(rows):
+        new = rows.new_empty(count + SPARE + more, rows.shape[1])
+        new[:count] = kept
+        return new
+    rows[:count] = kept.clone()
+    return rows

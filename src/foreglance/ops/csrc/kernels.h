@@ -870,42 +870,55 @@ static void attend_rows(const Arg *a, int part, int parts) {
     }
 }
 
-#define TAILS 0
+/* What a recurrent layer keeps of a sequence (cache/recurrent.py): the convolution's inputs, [rows, channels], of which
+   those from AT on are in use; two states, of which BASE is the one to begin with; for each row what it did to the
+   state, of which PENDING from FIRST on are to be repeated; whether the state behind those is to be written. */
+#define WINDOW 0
 #define STATES 1
-#define CURRENT 2
-#define BASE 3
-#define PENDING 4
-#define KEPT 5
-#define STEPS 6
+#define STEPS 2
+#define AT 3
+#define BASE 4
+#define FIRST 5
+#define PENDING 6
+#define RENEW 7
 
-/* Where the convolution's inputs after row i of a part lie: the slots but the one that holds the committed ones. */
-INLINE int64_t slot_of(const int64_t *block, int64_t i) { return i < block[CURRENT] ? i : i + 1; }
+#define CHANNELS 1024
+/* of all rows before the next ones: inputs and weights stay in the cache */
+
+INLINE void conv_columns(const float *in, const float *w, float *out, int64_t c, int64_t width, const int V) {
+    vf total[4];
+    UNROLL for (int p = 0; p < V; p++) total[p] = load(in + p * W) * load(w + p * W);
+    for (int64_t t = 1; t < width; t++)
+        UNROLL for (int p = 0; p < V; p++) total[p] += load(in + t * c + p * W) * load(w + t * c + p * W);
+    UNROLL for (int p = 0; p < V; p++) store(out + p * W, total[p]);
+}
 
 /* parts, layer, x [n, c], weight [width, c], out [n, c], c, width, ldx: causal convolution and silu */
 static void conv_rows(const Arg *a, int part, int parts) {
     const int64_t *table = a[0].p;
-    int64_t c = a[5].i, tail = a[6].i - 1, from, to;
+    int64_t c = a[5].i, width = a[6].i, ldx = a[7].i, from, to;
     share((c + 15) / 16, part, parts, &from, &to);
     from *= 16;
     to = to * 16 < c ? to * 16 : c;
     for (int64_t p = 0; p < table[0]; p++) {
         const int64_t *own = table + 1 + p * PART_CELLS, *block = block_of(own, a[1].i);
-        float *tails = (float *)(intptr_t)block[TAILS];
-        const float *before = tails + block[CURRENT] * tail * c, *x = (const float *)a[2].p + own[0] * a[7].i;
-        for (int64_t i = 0; i < own[1]; i++) {
-            float *out = (float *)a[4].p + (own[0] + i) * c, *after = tails + slot_of(block, i) * tail * c;
-            for (int64_t t = 0; t <= tail; t++) {
-                int64_t row = i + t - tail;
-                const float *in = row < 0 ? before + (row + tail) * c : x + row * a[7].i;
-                const float *w = (const float *)a[3].p + t * c;
-                if (t == 0) {
-                    for (int64_t j = from; j < to; j++) out[j] = in[j] * w[j];
-                } else {
-                    for (int64_t j = from; j < to; j++) out[j] = out[j] + in[j] * w[j];
-                    memcpy(after + (t - 1) * c + from, in + from, (to - from) * 4);
+        for (int64_t j = from; j < to; j += CHANNELS) {
+            int64_t count = to - j < CHANNELS ? to - j : CHANNELS;
+            float *window = (float *)(intptr_t)block[WINDOW] + block[AT] * c + j;
+            const float *w = (const float *)a[3].p + j;
+            for (int64_t i = 0; i < own[1]; i++) {
+                const float *in = window + i * c;
+                float *out = (float *)a[4].p + (own[0] + i) * c + j;
+                int64_t k = 0;
+                memcpy(window + (i + width - 1) * c, (const float *)a[2].p + (own[0] + i) * ldx + j, count * 4);
+                for (; k + 4 * W <= count; k += 4 * W) conv_columns(in + k, w + k, out + k, c, width, 4);
+                for (; k + W <= count; k += W) conv_columns(in + k, w + k, out + k, c, width, 1);
+                for (; k < count; k++) {
+                    out[k] = in[k] * w[k];
+                    for (int64_t t = 1; t < width; t++) out[k] = out[k] + in[t * c + k] * w[t * c + k];
                 }
+                for (k = 0; k < count; k++) out[k] = silu(out[k]);
             }
-            for (int64_t j = from; j < to; j++) out[j] = silu(out[j]);
         }
     }
 }
@@ -923,149 +936,199 @@ static void delta_gates(const Arg *a, int part, int parts) {
         }
 }
 
-/* What row i of a part did to a head's state: cells [decay, q dk, k dk, held dv]. */
-INLINE float *step_of(float *steps, int64_t i, int64_t head, int64_t v_heads, int64_t dk, int64_t dv) {
-    return steps + (i * v_heads + head) * (1 + 2 * dk + dv);
+/* What a row did to a head's state: cells [q dk, k dk, held dv, decay, ...]; `held` is beta (v - decay state k). */
+#define STEP_CELLS(dk, dv) (2 * (dk) + (dv) + 16)
+
+/* One head of one sequence. */
+typedef struct {
+    const float *base;  /* [dk, dv] */
+    float *renewed;     /* where the state behind the kept rows goes, or null */
+    const float *kept;  /* steps of the kept rows */
+    float *steps;       /* those of the running ones */
+    int64_t stride;     /* from one row's step to the next one's */
+    int64_t pending, rows, dk, dv;
+} Head;
+
+INLINE Head head_of(const int64_t *block, int64_t head, int64_t heads, int64_t rows, int64_t dk, int64_t dv) {
+    int64_t cells = STEP_CELLS(dk, dv), size = heads * dk * dv;
+    float *states = (float *)(intptr_t)block[STATES] + head * dk * dv;
+    float *kept = (float *)(intptr_t)block[STEPS] + (block[FIRST] * heads + head) * cells;
+    return (Head){states + block[BASE] * size, block[RENEW] ? states + (1 - block[BASE]) * size : 0, kept,
+                  kept + block[PENDING] * heads * cells, heads * cells, block[PENDING], rows, dk, dv};
 }
 
 /* A state behind a row; the one place where it is computed, so that a repeated row gives the same bits. */
 INLINE vf moved(vf state, vf held, float decay, float k) { return state * decay + held * k; }
 
-/* columns [c, c + PV vectors) of one head: repeat a row */
-INLINE void repeat_columns(const float *before, float *after, const float *step, int64_t c, int64_t dk, int64_t dv,
-                           const int PV) {
-    const float *k = step + 1 + dk, *held = k + dk + c;
-    for (int64_t i = 0; i < dk; i++)
-        UNROLL for (int p = 0; p < PV; p++)
-            store(after + i * dv + p * W, moved(load(before + i * dv + p * W), load(held + p * W), step[0], k[i]));
+INLINE vf some(const float *p, int64_t lanes) {
+    if (lanes == W) return load(p);
+    float t[W] = {0};
+    memcpy(t, p, lanes * 4);
+    return load(t);
 }
 
-/* columns [c, c + PV vectors) of one head: state after = decay state + k (beta (v - decay state k)), out = state q;
-   beta (v - ...) is left in the row's step */
-INLINE void delta_columns(const float *before, float *after, float *step, const float *v, float *out, float beta,
-                          int64_t c, int64_t dk, int64_t dv, const int PV) {
-    const float decay = step[0], *q = step + 1, *k = q + dk;
-    vf held[4], read[4];
-    UNROLL for (int p = 0; p < PV; p++) held[p] = read[p] = (vf){0};
-    for (int64_t i = 0; i < dk; i++)
-        UNROLL for (int p = 0; p < PV; p++) held[p] += load(before + i * dv + p * W) * k[i];
-    UNROLL for (int p = 0; p < PV; p++) {
-        held[p] = (load(v + c + p * W) - held[p] * decay) * beta;
-        store(step + 1 + 2 * dk + c + p * W, held[p]);
+/* Past the caches: what is not read soon need not displace anything, nor be fetched before it is written. */
+INLINE void store_past(float *p, vf v) {
+#if defined(HAVE_AVX512)
+    if ((uintptr_t)p % 64 == 0) {
+        _mm512_stream_ps(p, (__m512)v);
+        return;
+    }
+#elif defined(HAVE_AVX2)
+    if ((uintptr_t)p % 32 == 0) {
+        _mm256_stream_ps(p, (__m256)v);
+        return;
+    }
+#endif
+    store(p, v);
+}
+
+INLINE void after_stores(void) { /* that went past the caches: others see them from here on */
+#ifdef FG_X86
+    _mm_sfence();
+#endif
+}
+
+INLINE void store_some(float *p, vf v, int64_t lanes) {
+    if (lanes == W) {
+        store(p, v);
+        return;
+    }
+    float t[W];
+    store(t, v);
+    memcpy(p, t, lanes * 4);
+}
+
+/* Kept rows once more over columns [c, c + V vectors) of a head, into `room` and where the head wants it, and
+   state k of the first running row on the way. */
+INLINE void delta_again(const Head *h, float *room, vf *found, int64_t c, int64_t lanes, const int V, const int AGAIN) {
+    int64_t dk = h->dk, dv = h->dv;
+    const float *k = h->rows ? h->steps + dk : 0;
+    vf sum[8];
+    UNROLL for (int p = 0; p < V; p++) sum[p] = (vf){0};
+    for (int64_t i = 0; i < dk; i++) {
+        vf state[8];
+        UNROLL for (int p = 0; p < V; p++) state[p] = some(h->base + i * dv + c + p * W, lanes);
+        if (AGAIN) {
+            for (int64_t r = 0; r < h->pending; r++) {
+                const float *step = h->kept + r * h->stride;
+                UNROLL for (int p = 0; p < V; p++) state[p] =
+                    moved(state[p], some(step + 2 * dk + c + p * W, lanes), step[2 * dk + dv], step[dk + i]);
+            }
+            UNROLL for (int p = 0; p < V; p++) store(room + (i * V + p) * W, state[p]);
+            if (h->renewed && lanes == W)
+                UNROLL for (int p = 0; p < V; p++) store_past(h->renewed + i * dv + c + p * W, state[p]);
+            else if (h->renewed)
+                store_some(h->renewed + i * dv + c, state[0], lanes);
+        }
+        if (k)
+            UNROLL for (int p = 0; p < V; p++) sum[p] += state[p] * k[i];
+    }
+    UNROLL for (int p = 0; p < V; p++) found[p] = sum[p];
+}
+
+/* One running row: state after = decay state + k held, out = state after q; `next` k of the row behind it, for which
+   the state is left in `room`. `found` is state k of this row, then of the next. */
+INLINE void delta_row(const float *state, int64_t ld, float *room, float *step, const float *next, const float *v,
+                      float *out, float beta, vf *found, int64_t dk, int64_t dv, int64_t c, int64_t lanes, const int V,
+                      const int LAST) {
+    const float *q = step, *k = step + dk;
+    float decay = step[2 * dk + dv];
+    vf held[8], read[8], ahead[8];
+    UNROLL for (int p = 0; p < V; p++) {
+        held[p] = (some(v + c + p * W, lanes) - found[p] * decay) * beta;
+        store_some(step + 2 * dk + c + p * W, held[p], lanes);
+        read[p] = ahead[p] = (vf){0};
     }
     for (int64_t i = 0; i < dk; i++)
-        UNROLL for (int p = 0; p < PV; p++) {
-            vf state = moved(load(before + i * dv + p * W), held[p], decay, k[i]);
-            store(after + i * dv + p * W, state);
-            read[p] += state * q[i];
+        UNROLL for (int p = 0; p < V; p++) {
+            vf after = moved(some(state + i * ld + p * W, lanes), held[p], decay, k[i]);
+            read[p] += after * q[i];
+            if (LAST) continue;
+            store(room + (i * V + p) * W, after);
+            ahead[p] += after * next[i];
         }
-    UNROLL for (int p = 0; p < PV; p++) store(out + c + p * W, read[p]);
+    UNROLL for (int p = 0; p < V; p++) {
+        store_some(out + c + p * W, read[p], lanes);
+        found[p] = ahead[p];
+    }
 }
 
-/* A last column, the same way. */
-INLINE void repeat_column(const float *before, float *after, const float *step, int64_t c, int64_t dk, int64_t dv) {
-    const float *k = step + 1 + dk, held = k[dk + c];
-    for (int64_t i = 0; i < dk; i++) after[i * dv] = before[i * dv] * step[0] + held * k[i];
+/* Columns [c, c + V vectors) of a head: kept rows once more, then the running ones, whose values and outputs lie `ldv`
+   and `ldo` apart and betas `ldb`. */
+INLINE void delta_columns(const Head *h, float *room, const float *v, int64_t ldv, const float *beta, int64_t ldb,
+                          float *out, int64_t ldo, int64_t c, int64_t lanes, const int V) {
+    vf found[8];
+    const float *state = h->pending ? room : h->base + c;
+    int64_t ld = h->pending ? V * W : h->dv;
+    if (h->pending)
+        delta_again(h, room, found, c, lanes, V, 1);
+    else
+        delta_again(h, room, found, c, lanes, V, 0);
+    for (int64_t r = 0; r < h->rows; r++) {
+        float *step = h->steps + r * h->stride;
+        const float *next = step + h->stride + h->dk;
+        if (r + 1 < h->rows)
+            delta_row(state, ld, room, step, next, v + r * ldv, out + r * ldo, beta[r * ldb], found, h->dk, h->dv, c,
+                      lanes, V, 0);
+        else
+            delta_row(state, ld, room, step, next, v + r * ldv, out + r * ldo, beta[r * ldb], found, h->dk, h->dv, c,
+                      lanes, V, 1);
+        state = room;
+        ld = V * W;
+    }
 }
 
-INLINE void delta_column(const float *before, float *after, float *step, const float *v, float *out, float beta,
-                         int64_t c, int64_t dk, int64_t dv) {
-    const float *q = step + 1, *k = q + dk;
-    float held = 0, read = 0;
-    for (int64_t i = 0; i < dk; i++) held += before[i * dv] * k[i];
-    step[1 + 2 * dk + c] = (v[c] - held * step[0]) * beta;
-    repeat_column(before, after, step, c, dk, dv);
-    for (int64_t i = 0; i < dk; i++) read += after[i * dv] * q[i];
-    out[c] = read;
+#define DELTA_VECTORS (W == 16 ? 8 : 4) /* whole rows of a state of 128 columns, if the sums are kept in registers */
+
+static __attribute__((noinline)) void delta_head(const Head *h, const float *v, int64_t ldv, const float *beta,
+                                                 int64_t ldb, float *out, int64_t ldo) {
+    float space[h->dk * DELTA_VECTORS * W + 16];
+    float *room = (float *)(((uintptr_t)space + 63) & ~(uintptr_t)63);
+    int64_t c = 0;
+    for (; c + DELTA_VECTORS * W <= h->dv; c += DELTA_VECTORS * W)
+        delta_columns(h, room, v, ldv, beta, ldb, out, ldo, c, W, DELTA_VECTORS);
+    for (; c + 4 * W <= h->dv; c += 4 * W) delta_columns(h, room, v, ldv, beta, ldb, out, ldo, c, W, 4);
+    for (; c + W <= h->dv; c += W) delta_columns(h, room, v, ldv, beta, ldb, out, ldo, c, W, 1);
+    if (c < h->dv) delta_columns(h, room, v, ldv, beta, ldb, out, ldo, c, h->dv - c, 1);
+    if (h->renewed) after_stores();
 }
 
-/* One head of one sequence: the committed state, brought up to date by repeating rows that were kept, and where it and
-   the state behind the last row go. */
-typedef struct {
-    const float *base;
-    float *committed, *live, *kept, *steps;
-    int64_t pending;
-} Head;
-
-INLINE Head head_of(const int64_t *block, int64_t head, int64_t size, int64_t dk, int64_t dv) {
-    float *states = (float *)(intptr_t)block[STATES] + head * dk * dv;
-    int64_t base = block[BASE];
-    return (Head){states + base * size, states + (base > 0 ? 0 : 1) * size, states + (base > 1 ? 1 : 2) * size,
-                  (float *)(intptr_t)block[KEPT], (float *)(intptr_t)block[STEPS], block[PENDING]};
-}
-
-/* address block, heads, dk, dv: the committed state of one sequence into its place */
+/* address block, heads, dk, dv: the state behind the kept rows of one sequence into its place */
 static void delta_commit(const Arg *a, int part, int parts) {
-    int64_t heads = a[1].i, dk = a[2].i, dv = a[3].i, from, to;
+    int64_t heads = a[1].i, from, to;
     share(heads, part, parts, &from, &to);
     for (int64_t at = from; at < to; at++) {
-        Head head = head_of(a[0].p, at, heads * dk * dv, dk, dv);
-        const float *before = head.base;
-        for (int64_t i = 0; i < head.pending; i++) {
-            const float *step = step_of(head.kept, i, at, heads, dk, dv);
-            int64_t c = 0;
-            for (; c + 4 * W <= dv; c += 4 * W) repeat_columns(before + c, head.committed + c, step, c, dk, dv, 4);
-            for (; c + W <= dv; c += W) repeat_columns(before + c, head.committed + c, step, c, dk, dv, 1);
-            for (; c < dv; c++) repeat_column(before + c, head.committed + c, step, c, dk, dv);
-            before = head.committed;
-        }
+        Head head = head_of(a[0].p, at, heads, 0, a[2].i, a[3].i);
+        delta_head(&head, 0, 0, 0, 0, 0, 0);
     }
 }
 
-/* All rows over a few columns of a head before the next columns, whose state would not stay in the cache.
-   `REPEAT` and `ROW` take (before, after, step, ...). */
-#define OVER_ROWS(REPEAT, ROW)                                                                                         \
-    do {                                                                                                               \
-        const float *before = head.base + c;                                                                           \
-        for (int64_t i = 0; i < head.pending; i++) {                                                                   \
-            const float *step = step_of(head.kept, i, at_head, v_heads, dk, dv);                                       \
-            REPEAT;                                                                                                    \
-            before = head.committed + c;                                                                               \
-        }                                                                                                              \
-        for (int64_t i = 0; i < own[1]; i++) {                                                                         \
-            int64_t row = own[0] + i;                                                                                  \
-            float *step = step_of(head.steps, i, at_head, v_heads, dk, dv);                                            \
-            const float *v = (const float *)a[2].p + row * a[12].i + 2 * k_heads * dk + at_head * dv;                  \
-            float *out = (float *)a[5].p + (row * v_heads + at_head) * dv;                                             \
-            float beta = ((const float *)a[4].p)[row * v_heads + at_head];                                             \
-            ROW;                                                                                                       \
-            before = head.live + c;                                                                                    \
-        }                                                                                                              \
-    } while (0)
-
 /* parts, layer, mixed [n, 2 key heads dk + value heads dv], log decay, beta [n, value heads], out [n, value heads, dv],
-   key heads, value heads, dk, dv, eps, scale of q, ld mixed: gated delta rule row by row. Leaves the committed state,
-   the state behind the last row, and what each row did */
+   key heads, value heads, dk, dv, eps, scale of q, ld mixed: gated delta rule row by row. Leaves what each row did, and
+   the state behind the kept rows if it is to be renewed */
 static void delta_rows(const Arg *a, int part, int parts) {
     const int64_t *table = a[0].p;
-    int64_t k_heads = a[6].i, v_heads = a[7].i, dk = a[8].i, dv = a[9].i, size = v_heads * dk * dv, from, to;
+    int64_t k_heads = a[6].i, v_heads = a[7].i, dk = a[8].i, dv = a[9].i, ldx = a[12].i, from, to;
     share(table[0] * v_heads, part, parts, &from, &to);
     for (int64_t at = from; at < to; at++) {
         const int64_t *own = table + 1 + at / v_heads * PART_CELLS, *block = block_of(own, a[1].i);
-        int64_t at_head = at % v_heads, key_head = at_head / (v_heads / k_heads), c = 0;
-        Head head = head_of(block, at_head, size, dk, dv);
+        int64_t at_head = at % v_heads, key_head = at_head / (v_heads / k_heads), row = own[0];
+        Head head = head_of(block, at_head, v_heads, own[1], dk, dv);
+        const float *mixed = (const float *)a[2].p + row * ldx;
         for (int64_t i = 0; i < own[1]; i++) {
-            int64_t row = own[0] + i;
-            const float *mixed = (const float *)a[2].p + row * a[12].i;
-            const float *raw_q = mixed + key_head * dk, *raw_k = mixed + (k_heads + key_head) * dk;
+            const float *raw_q = mixed + i * ldx + key_head * dk, *raw_k = raw_q + k_heads * dk;
             float of_q = 1.0f / sqrtf(dot(raw_q, raw_q, dk) + (float)a[10].f) * (float)a[11].f;
             float of_k = 1.0f / sqrtf(dot(raw_k, raw_k, dk) + (float)a[10].f);
-            float *step = step_of(head.steps, i, at_head, v_heads, dk, dv);
-            step[0] = exp_(((const float *)a[3].p)[row * v_heads + at_head]);
+            float *step = head.steps + i * head.stride;
+            step[2 * dk + dv] = exp_(((const float *)a[3].p)[(row + i) * v_heads + at_head]);
             for (int64_t j = 0; j < dk; j++) {
-                step[1 + j] = raw_q[j] * of_q;
-                step[1 + dk + j] = raw_k[j] * of_k;
+                step[j] = raw_q[j] * of_q;
+                step[dk + j] = raw_k[j] * of_k;
             }
         }
-        for (; c + 4 * W <= dv; c += 4 * W)
-            OVER_ROWS(repeat_columns(before, head.committed + c, step, c, dk, dv, 4),
-                      delta_columns(before, head.live + c, step, v, out, beta, c, dk, dv, 4));
-        for (; c + W <= dv; c += W)
-            OVER_ROWS(repeat_columns(before, head.committed + c, step, c, dk, dv, 1),
-                      delta_columns(before, head.live + c, step, v, out, beta, c, dk, dv, 1));
-        for (; c < dv; c++)
-            OVER_ROWS(repeat_column(before, head.committed + c, step, c, dk, dv),
-                      delta_column(before, head.live + c, step, v, out, beta, c, dk, dv));
+        delta_head(&head, mixed + 2 * k_heads * dk + at_head * dv, ldx, (const float *)a[4].p + row * v_heads + at_head,
+                   v_heads, (float *)a[5].p + (row * v_heads + at_head) * dv, v_heads * dv);
     }
 }
 
