@@ -24,6 +24,7 @@ class Settings:
     image_cache_bytes memory for image embeddings that may be asked about again
     weights           "fp32", "fp16", "q8", "q4", or "auto": as stored, as far as memory allows
     draft_weights     of draft heads: "same", "q8" where native kernels run, or "auto": q8 unless `weights` names one
+    weight_cache_bytes disk for quantised weights, so that a checkpoint is quantised once (docs/kernels.md); 0: none
     try_drafts        draft a short text at load, to warn at once of a draft that hardly ever guesses right
     tool_format       how the model writes tool calls: "xml", "json", "gemma", "none", or "auto" by its chat template
     reasoning_format  how it writes reasoning: "think", "channel", "none", or "auto" by its chat template
@@ -38,6 +39,7 @@ class Settings:
     image_cache_bytes: int = 256 << 20
     weights: WeightFormat = "auto"
     draft_weights: DraftFormat = "auto"
+    weight_cache_bytes: int = 64 << 30
     try_drafts: bool = True
     tool_format: str = "auto"
     reasoning_format: str = "auto"

@@ -20,7 +20,7 @@ from foreglance.ops.base import Ops
 from foreglance.request import Request
 from foreglance.settings import Settings
 
-NO_OPERATIONS = ("name", "draft", "pack_linear")
+NO_OPERATIONS = ("name", "draft", "kept_as", "pack_linear")
 OPERATIONS = tuple(name for name in vars(Ops) if not name.startswith("_") and name not in NO_OPERATIONS)
 
 
@@ -61,6 +61,7 @@ class TimedOps:
 
     def __init__(self, ops: Ops, clock: Clock):
         self.name = ops.name
+        self.kept_as = ops.kept_as
         self.pack_linear = ops.pack_linear
         self.draft = self
         timed = {name: clock.timed(name, attrgetter(name)(ops)) for name in OPERATIONS}

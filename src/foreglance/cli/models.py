@@ -1,12 +1,15 @@
-"""`foreglance models`: what ships with the package, what is supported, what lies in the hub's cache. No network."""
+"""`foreglance models`: what ships with the package, what is supported, what lies in the hub's cache and in ours. No
+network."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
 from foreglance.cli.options import JsonOption, takes
@@ -14,10 +17,18 @@ from foreglance.cli.running import hush
 from foreglance.cli.show import print_json, to_stdout
 
 
-@takes(JsonOption)
-def models(options: JsonOption) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ModelsOptions(JsonOption):
+    clear_cache: Annotated[
+        bool, typer.Option("--clear-cache", help="Remove the quantised weights that are kept on disk, before all else.")
+    ] = False
+
+
+@takes(ModelsOptions)
+def models(options: ModelsOptions) -> None:
     """List embedded models, supported families and what is cached locally."""
     hush()
+    from foreglance.models import weight_cache
     from foreglance.models.registry import FAMILIES
     from foreglance.models.weights import EMBEDDED, embedded_models
 
@@ -26,6 +37,11 @@ def models(options: JsonOption) -> None:
         "embedded": [_describe(name, EMBEDDED / name) for name in embedded_models()],
         "families": [{"title": family.title, "model_types": list(family.model_types)} for family in FAMILIES],
         "cached": [_describe(name, folder) for name, folder in _cached() if _model_type(folder) in supported],
+        "weight_cache": {
+            "folder": str(weight_cache.cache_folder()),
+            "removed_bytes": weight_cache.clear() if options.clear_cache else 0,
+            "bytes": weight_cache.held(),
+        },
     }
     show = print_json if options.json else _show
     show(found)
@@ -83,3 +99,10 @@ def _show(found: dict) -> None:
     console.print("\nsupported families")
     for family in found["families"]:
         console.print(f"  {family['title']}: model_type {', '.join(family['model_types'])}", markup=False)
+    kept = found["weight_cache"]
+    removed = f" ({kept['removed_bytes'] / 1e6:.1f} MB were removed)" if kept["removed_bytes"] else ""
+    console.print(
+        f"\nquantised weights kept in {kept['folder']}: {kept['bytes'] / 1e6:.1f} MB{removed}",
+        markup=False,
+        soft_wrap=True,
+    )

@@ -75,6 +75,9 @@ class ModelOptions(JsonOption):
         _option("--mmproj", panel=MODEL, help="Vision tower of a GGUF model; default: mmproj*.gguf beside it."),
     ] = None
     weights: Annotated[str, _option("--weights", panel=MODEL, help="auto, fp32, fp16, q8 or q4.")] = Settings.weights
+    no_weight_cache: Annotated[
+        bool, _option("--no-weight-cache", panel=MODEL, help="Quantise anew, and keep nothing of it on disk.")
+    ] = False
     threads: Annotated[
         int | None,
         _option(
@@ -87,7 +90,8 @@ class ModelOptions(JsonOption):
 
     def settings(self, **layout: int | str | None) -> Settings:
         try:
-            return Settings(weights=self.weights, **layout)
+            kept = 0 if self.no_weight_cache else Settings.weight_cache_bytes
+            return Settings(weights=self.weights, weight_cache_bytes=kept, **layout)
         except ValueError as error:
             raise RequestError(str(error), param="settings", code="invalid_settings") from error
 

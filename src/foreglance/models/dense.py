@@ -164,9 +164,13 @@ class Loader:
 
     def linear(self, names: dict[str, int], num_in: int, bias: bool) -> Linear:
         """Several weights [out, in] by name and out as one."""
-        weight = torch.cat([self.tensor(f"{name}.weight", out, num_in) for name, out in names.items()])
+        weight = self.weights.packed(
+            self.ops,
+            [f"{self.prefix}{name}.weight" for name in names],
+            lambda: torch.cat([self.tensor(f"{name}.weight", out, num_in) for name, out in names.items()]),
+        )
         biases = [self.tensor(f"{name}.bias", out).float() for name, out in names.items()] if bias else []
-        return Linear(self.ops.pack_linear(weight), torch.cat(biases) if bias else None)
+        return Linear(weight, torch.cat(biases) if bias else None)
 
 
 class Attention:
@@ -251,7 +255,8 @@ class Dense:
         self._layers = [Layer(load.at(f"layers.{i}"), i) for i in range(len(shape.kinds))]
         self._norm = load.norm("norm", shape.hidden)
         head = load.prefix.removesuffix("model.") + "lm_head.weight"
-        self._output = load.ops.pack_linear(take_output(load.weights, self._table, tied, head))
+        names = [head if head in load.weights else f"{load.prefix}embed_tokens.weight"]
+        self._output = load.weights.packed(load.ops, names, lambda: take_output(load.weights, self._table, tied, head))
         self.plans = Plans(load.ops, self._forward)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:

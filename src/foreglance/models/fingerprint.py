@@ -13,11 +13,19 @@ WHOLE, SAMPLES, SAMPLE = 64 << 20, 256, 64 << 10  # bytes of a file that is read
 KINDS = ("config.json", "*.safetensors", "*.gguf")
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """A checkpoint's config and weights; of a GGUF file that was laid out, the file itself."""
+    from foreglance.models.gguf import folder as gguf
+
+    found = {path for kind in KINDS for path in folder.glob(kind)}
+    return sorted(found | {*gguf.files_of(folder)})
+
+
 def fingerprint(folder: Path) -> str:
     """A hash of a checkpoint's config and weights. Of a large file its ends and pieces all over it are read: another
     training run changes nearly every weight, and reading tens of gigabytes would take minutes."""
     made = hashlib.sha256()
-    for path in sorted({path for kind in KINDS for path in folder.glob(kind)}):
+    for path in weight_files(folder):
         size = path.stat().st_size
         made.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:

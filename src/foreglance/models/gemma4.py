@@ -15,7 +15,7 @@ Layers that read the same input are fused into one product at load: [query, key,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +43,8 @@ SCALE = 1.0  # of attention: norms take its place
 NO_IMAGE = -1
 TRUNKS = ("model.language_model.", "model.", "language_model.model.")
 UNUSED = ("audio_tower.", "embed_audio.")
+BEFORE_EXPERTS, EXPERT_SCALE = "pre_feedforward_layernorm_2", "router.per_expert_scale"
+GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 NEVER_COMPUTED = float("nan")  # states of rows that nobody may read
 
 
@@ -229,7 +231,17 @@ class Loader:
 
     def linear(self, names: dict[str, int], num_in: int) -> PackedLinear:
         """Several weights [out, in] by name and out as one."""
-        return self.ops.pack_linear(torch.cat([self.tensor(f"{n}.weight", o, num_in) for n, o in names.items()]))
+        return self.packed(
+            [f"{name}.weight" for name in names],
+            lambda: torch.cat([self.tensor(f"{n}.weight", o, num_in) for n, o in names.items()]),
+        )
+
+    def packed(self, names: Sequence[str], make: Callable[[], Tensor]) -> PackedLinear:
+        """What `make` makes of these tensors alone, see `Weights.packed`."""
+        return self.weights.packed(self.ops, [self.prefix + name for name in names], make)
+
+    def packed_each(self, names: Sequence[str], make: Callable[[], Iterable[Tensor]]) -> list[PackedLinear]:
+        return self.weights.packed_each(self.ops, [self.prefix + name for name in names], make)
 
 
 class Attention:
@@ -306,16 +318,16 @@ class MixedMlp:
         self._behind_experts = load.norm("post_feedforward_layernorm_2", h)
         self._plain = torch.ones(h)
         router = load.tensor("router.proj.weight", m.experts, h).float() * load.tensor("router.scale", h).float()
-        each = load.tensor("router.per_expert_scale", m.experts).float()[:, None, None]
-        gate_up = load.tensor("experts.gate_up_proj", m.experts, 2 * m.inner, h).float()
-        self._experts = Experts(
-            load.ops,
-            router * h**-0.5,
-            None,
-            gate_up * load.norm("pre_feedforward_layernorm_2", h),
-            load.tensor("experts.down_proj", m.experts, h, m.inner).float() * each,
-            Routing(m.top_k, "softmax", gate="gelu"),
+        before, of_each = load.norm(BEFORE_EXPERTS, h), load.tensor(EXPERT_SCALE, m.experts).float()[:, None, None]
+        gate_up = load.packed_each(
+            (GATE_UP, f"{BEFORE_EXPERTS}.weight"),
+            lambda: load.tensor(GATE_UP, m.experts, 2 * m.inner, h).float() * before,
         )
+        down = load.packed_each(
+            (DOWN, EXPERT_SCALE), lambda: load.tensor(DOWN, m.experts, h, m.inner).float() * of_each
+        )
+        routing = Routing(m.top_k, "softmax", gate="gelu")
+        self._experts = Experts(load.ops, router * h**-0.5, None, gate_up, down, routing)
 
     def __call__(self, x: Tensor, view: View) -> Tensor:
         ops, eps = self._ops, self._eps
@@ -404,7 +416,7 @@ class Gemma4:
         self.spec, self.shape, self.ops, self.rotary = spec, shape, load.ops, rotary
         self.vision: GemmaVision | None = None
         self.table = load.tensor("embed_tokens.weight", spec.vocab_size, shape.hidden)
-        self.output = load.ops.pack_linear(self.table)
+        self.output = load.packed(["embed_tokens.weight"], lambda: self.table)
         self._placeholders, self._padding, self._softcap = frozenset(placeholders), padding, softcap
         self._per_layer = PerLayerTable(load, shape, spec.vocab_size) if shape.per_layer else None
         layers = [Layer(load.at(f"layers.{i}"), shape, layer) for i, layer in enumerate(shape.layers)]
@@ -514,7 +526,8 @@ def load(
     padding, softcap = text.get("pad_token_id") or 0, text.get("final_logit_softcapping")
     model = Gemma4(spec, shape, Loader(ops, weights, trunk), rotary, placeholders, padding, softcap)
     if not values.get("tie_word_embeddings", text.get("tie_word_embeddings", True)):
-        model.output = ops.pack_linear(weights.take("lm_head.weight", spec.vocab_size, shape.hidden))
+        head = "lm_head.weight"
+        model.output = weights.packed(ops, [head], lambda: weights.take(head, spec.vocab_size, shape.hidden))
     top = trunk.removesuffix("language_model.")
     if text_only:
         weights.leave([f"{top}{part}" for part in ("vision_tower.", "embed_vision.")])

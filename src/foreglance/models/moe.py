@@ -7,12 +7,13 @@ packed linear path, and a row adds its experts up in the order of its own choice
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from foreglance.ops.base import Blocks, Gate, Ops, Scoring
+from foreglance.ops.base import Blocks, Gate, Ops, PackedLinear, Scoring
 
 
 class Blocked(Protocol):
@@ -35,14 +36,22 @@ class Routing:
 
 
 class Experts:
-    """router [experts, h], bias [experts] or None, gate_up [experts, 2 i, h] (gate before up), down [experts, h, i]."""
+    """router [experts, h], bias [experts] or None, and of each expert, packed, gate_up [2 i, h] (gate before up) and
+    down [h, i]."""
 
-    def __init__(self, ops: Ops, router: Tensor, bias: Tensor | None, gate_up: Tensor, down: Tensor, routing: Routing):
+    def __init__(
+        self,
+        ops: Ops,
+        router: Tensor,
+        bias: Tensor | None,
+        gate_up: Sequence[PackedLinear],
+        down: Sequence[PackedLinear],
+        routing: Routing,
+    ):
         self._ops, self._routing = ops, routing
         self._router = ops.pack_linear(router)
         self._bias = None if bias is None else bias.float()
-        self._gate_up = [ops.pack_linear(weight) for weight in gate_up]
-        self._down = [ops.pack_linear(weight) for weight in down]
+        self._gate_up, self._down = gate_up, down
 
     def __call__(self, x: Tensor, batch: Blocked) -> Tensor:
         """x [rows, h] -> [rows, h]."""

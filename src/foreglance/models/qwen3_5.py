@@ -13,8 +13,10 @@ Layers that read the same input are fused into one product at load: [query, gate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -137,7 +139,17 @@ class Loader:
 
     def linear(self, names: dict[str, int], num_in: int) -> PackedLinear:
         """Several weights [out, in] by name and out as one."""
-        return self.ops.pack_linear(torch.cat([self.tensor(f"{n}.weight", o, num_in) for n, o in names.items()]))
+        return self.packed(
+            [f"{name}.weight" for name in names],
+            lambda: torch.cat([self.tensor(f"{n}.weight", o, num_in) for n, o in names.items()]),
+        )
+
+    def packed(self, names: Sequence[str], make: Callable[[], Tensor]) -> PackedLinear:
+        """What `make` makes of these tensors alone, see `Weights.packed`."""
+        return self._weights.packed(self.ops, [self._prefix + name for name in names], make)
+
+    def packed_each(self, names: Sequence[str], make: Callable[[], Iterable[Tensor]]) -> list[PackedLinear]:
+        return self._weights.packed_each(self.ops, [self._prefix + name for name in names], make)
 
 
 class Attention:
@@ -145,7 +157,7 @@ class Attention:
 
     def __init__(self, load: Loader, shape: Shape, layer: int):
         self._ops, self._shape, self._layer = load.ops, shape, layer
-        self._qkv = load.ops.pack_linear(self._fused(load, shape))
+        self._qkv = load.packed(("q_proj.weight", "k_proj.weight", "v_proj.weight"), lambda: self._fused(load, shape))
         self._out = load.linear({"o_proj": shape.hidden}, shape.heads * shape.head_size)
         norms = [load.norm("q_norm", shape.head_size)] * shape.heads + [
             load.norm("k_norm", shape.head_size)
@@ -412,13 +424,15 @@ def load(
     model = Qwen3_5(spec, variant, text, Loader(ops, weights, trunk), _rotary(text, context))
     tied = bool(values.get("tie_word_embeddings", text.get("tie_word_embeddings")))
     name_of_output = next((output for output in OUTPUTS if output in weights), OUTPUTS[0])
-    output = take_output(weights, model.table, tied, name_of_output)
-    model.output = ops.pack_linear(output)
+    output = cache(lambda: take_output(weights, model.table, tied, name_of_output))
+    of_output = name_of_output if name_of_output in weights else f"{trunk}embed_tokens.weight"
+    model.output = weights.packed(ops, [of_output], output)
     if values.get("vision_config") and any(weights.names(TOWER)):
         model.vision = QwenVision(folder, config.vision_config, weights, TOWER)
     ids, of_drafts = draft_ids(spec.vocab_size, eos), model.output
     if ids is not None or ops.draft is not ops:
-        of_drafts = ops.draft.pack_linear(output if ids is None else output[ids])
+        rows = [] if ids is None else [f"rows {sha256(ids.numpy()).hexdigest()}"]
+        of_drafts = weights.packed(ops.draft, [of_output, *rows], lambda: output() if ids is None else output()[ids])
     model.head = _mtp(ops.draft, weights, text, variant, spec, model, of_drafts, ids)
     weights.finish()
     return model

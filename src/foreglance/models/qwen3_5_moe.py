@@ -20,6 +20,7 @@ from foreglance.batch import Batch
 from foreglance.models import qwen3_5
 from foreglance.models.moe import Experts, Routing, expert_shapes
 from foreglance.models.qwen3_5 import GatedMlp, Loader, Variant
+from foreglance.ops.base import PackedLinear
 
 FAMILY = "qwen3_5_moe"
 
@@ -43,14 +44,21 @@ class MoeMlp:
         return self._ops.add(self._experts(x, batch), gated)
 
 
-def _experts(load: Loader, count: int, hidden: int, inner: int) -> tuple[Tensor, Tensor]:
-    """gate_up [experts, 2 i, h] and down [experts, h, i] from either spelling."""
+def _experts(load: Loader, count: int, hidden: int, inner: int) -> tuple[list[PackedLinear], list[PackedLinear]]:
+    """gate_up [2 i, h] and down [h, i] of each, from either spelling."""
     if "0.gate_proj.weight" not in load:
-        return load.tensor("gate_up_proj", count, 2 * inner, hidden), load.tensor("down_proj", count, hidden, inner)
-    each = [load.at(str(i)) for i in range(count)]
-    gate = torch.stack([one.tensor("gate_proj.weight", inner, hidden) for one in each])
-    up = torch.stack([one.tensor("up_proj.weight", inner, hidden) for one in each])
-    return torch.cat([gate, up], 1), torch.stack([one.tensor("down_proj.weight", hidden, inner) for one in each])
+        return (
+            load.packed_each(["gate_up_proj"], lambda: load.tensor("gate_up_proj", count, 2 * inner, hidden)),
+            load.packed_each(["down_proj"], lambda: load.tensor("down_proj", count, hidden, inner)),
+        )
+    gates, ups, downs = ([f"{i}.{name}_proj.weight" for i in range(count)] for name in ("gate", "up", "down"))
+    pairs = list(zip(gates, ups, strict=True))
+    return (
+        load.packed_each(
+            [*gates, *ups], lambda: (torch.cat([load.tensor(name, inner, hidden) for name in pair]) for pair in pairs)
+        ),
+        load.packed_each(downs, lambda: (load.tensor(name, hidden, inner) for name in downs)),
+    )
 
 
 def _shapes(text: dict[str, Any]) -> tuple[set[tuple[int, int]], set[int]]:

@@ -12,6 +12,7 @@ from foreglance.chat_format import ChatFormat
 from foreglance.grammar import Grammars, hugging_face_vocabulary
 from foreglance.models import dense, gemma4, qwen3_5, qwen3_5_moe, step3p7
 from foreglance.models.base import ModelError, Target
+from foreglance.models.weight_cache import kept_within
 from foreglance.models.weights import find_model, num_weights, stored_format
 from foreglance.ops.base import Ops
 from foreglance.ops.formats import BITS, FORMATS
@@ -124,7 +125,8 @@ def _load(
     _check_tokenizer(tokenizer, text["vocab_size"], folder)
     context = min(settings.context or DEFAULT_CONTEXT, text["max_position_embeddings"])
     eos = end_tokens(folder, values, tokenizer)
-    target = family.load(folder.name, folder, config, instrument(ops), context, eos, text_only)
+    with kept_within(settings.weight_cache_bytes):
+        target = family.load(folder.name, folder, config, instrument(ops), context, eos, text_only)
     return Loaded(folder, target, tokenizer, report)
 
 

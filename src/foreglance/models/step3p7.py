@@ -17,7 +17,7 @@ Layers that read the same input are fused into one product at load: [query, key,
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -188,7 +188,17 @@ class Loader:
 
     def linear(self, names: dict[str, int], num_in: int) -> PackedLinear:
         """Several weights [out, in] by name and out as one."""
-        return self.ops.pack_linear(torch.cat([self.tensor(f"{n}.weight", o, num_in) for n, o in names.items()]))
+        return self.packed(
+            [f"{name}.weight" for name in names],
+            lambda: torch.cat([self.tensor(f"{n}.weight", o, num_in) for n, o in names.items()]),
+        )
+
+    def packed(self, names: Sequence[str], make: Callable[[], Tensor]) -> PackedLinear:
+        """What `make` makes of these tensors alone, see `Weights.packed`."""
+        return self.weights.packed(self.ops, [self.prefix + name for name in names], make)
+
+    def packed_each(self, names: Sequence[str], make: Callable[[], Iterable[Tensor]]) -> list[PackedLinear]:
+        return self.weights.packed_each(self.ops, [self.prefix + name for name in names], make)
 
 
 class Attention:
@@ -232,18 +242,20 @@ class SparseMlp:
 
     def __init__(self, load: Loader, s: Shape, plan: LayerPlan):
         self._ops = load.ops
-        stacked = ("moe.gate_proj.weight", "moe.up_proj.weight")
-        if load.has(stacked[0]):
-            gate_up = torch.cat([load.tensor(name, s.num_experts, s.expert_inner, s.hidden) for name in stacked], 1)
+        split, fused = ("moe.gate_proj.weight", "moe.up_proj.weight"), "mlp.experts.gate_up_proj"
+        if load.has(split[0]):
+            sizes = s.num_experts, s.expert_inner, s.hidden
+            gate_up = load.packed_each(split, lambda: torch.cat([load.tensor(name, *sizes) for name in split], 1))
         else:
-            gate_up = load.tensor("mlp.experts.gate_up_proj", s.num_experts, 2 * s.expert_inner, s.hidden)
-        down = ("moe.down_proj.weight", "mlp.experts.down_proj")
+            sizes = s.num_experts, 2 * s.expert_inner, s.hidden
+            gate_up = load.packed_each([fused], lambda: load.tensor(fused, *sizes))
+        down = "moe.down_proj.weight" if load.has("moe.down_proj.weight") else "mlp.experts.down_proj"
         self._experts = Experts(
             load.ops,
             load.one_of(("moe.gate.weight", "mlp.gate.weight"), s.num_experts, s.hidden),
             load.one_of(("moe.router_bias", "mlp.gate.e_score_correction_bias"), s.num_experts),
             gate_up,
-            load.one_of(down, s.num_experts, s.hidden, s.expert_inner),
+            load.packed_each([down], lambda: load.tensor(down, s.num_experts, s.hidden, s.expert_inner)),
             Routing(s.top_k, "sigmoid", s.router_scale, plan.limit),
         )
         shared = "share_expert" if load.has("share_expert.gate_proj.weight") else "mlp.shared_experts"
@@ -361,7 +373,7 @@ class Step3p7:
         self.table = load.tensor("embed_tokens.weight", spec.vocab_size, shape.hidden)
         self._ops, self._rotary = load.ops, rotary
         self._layers = [Layer(load.at(f"layers.{i}"), shape, plan, i) for i, plan in enumerate(plans)]
-        weight = head if head is not None else load.ops.pack_linear(self.table)
+        weight = head if head is not None else load.packed(["embed_tokens.weight"], lambda: self.table)
         self.output = Output(load.ops, load.norm("norm", shape.hidden), weight, shape.eps, states)
         self.plans = Plans(load.ops, self._forward)
 
@@ -455,7 +467,10 @@ def load(
         model.vision = StepVision(folder, config, weights, shape.hidden)
     output = model.output
     if ops.draft is not ops:
-        again = _output_head(ops.draft, weights, text, values) or ops.draft.pack_linear(model.table)
+        table = f"{trunk}embed_tokens.weight"
+        again = _output_head(ops.draft, weights, text, values) or weights.packed(
+            ops.draft, [table], lambda: model.table
+        )
         output = replace(output, ops=ops.draft, weight=again)
     model.head = _mtp(Loader(ops.draft, weights, trunk), text, shape, limits, model, output, rotary, conventions)
     weights.finish()
@@ -506,7 +521,8 @@ def _output_head(ops: Ops, weights: Weights, text: dict[str, Any], values: dict[
     name = next((name for name in HEADS if name in weights), None)
     if name is None and (values.get("tie_word_embeddings") or text.get("tie_word_embeddings")):
         return None
-    return ops.pack_linear(weights.take(name or HEADS[0], text["vocab_size"], text["hidden_size"]))
+    name = name or HEADS[0]
+    return weights.packed(ops, [name], lambda: weights.take(name, text["vocab_size"], text["hidden_size"]))
 
 
 def _mtp(

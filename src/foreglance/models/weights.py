@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -18,11 +19,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foreglance.models.base import ModelError
+from foreglance.models.weight_cache import cache_of
+from foreglance.ops.base import Ops, PackedLinear
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 Hear = Callable[[str, int, int], None]
 _heard: ContextVar[Hear | None] = ContextVar("heard", default=None)
+BYTES_A_WEIGHT = 2  # of published checkpoints, for how far a load is
 EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 
 
@@ -197,7 +201,8 @@ class Weights:
         self._missing: list[str] = []
         self._misshaped: list[str] = []
         self._hear, self._read = _heard.get(), 0
-        self._total = stored_bytes(folder) if self._hear is not None else 0
+        self._total = stored_bytes(folder)
+        self._kept = cache_of(folder, self._total)
 
     def __contains__(self, name: str) -> bool:
         return name in self._known
@@ -232,6 +237,27 @@ class Weights:
         self._taken.update(names)
         return {name[len(prefix) :]: self._read_in(name) for name in names}
 
+    def packed(self, ops: Ops, names: Sequence[str], make: Callable[[], Tensor]) -> PackedLinear:
+        """What `make` makes of these tensors alone, packed for `ops`. If that was kept on disk it comes from there, and
+        the tensors are not read. `names` tell one weight of a checkpoint from another."""
+        return self.packed_each(ops, names, lambda: [make()])[0]
+
+    def packed_each(self, ops: Ops, names: Sequence[str], make: Callable[[], Iterable[Tensor]]) -> list[PackedLinear]:
+        """The same for several weights of one shape."""
+        format = ops.kept_as
+        if self._kept is None or format is None:
+            return [ops.pack_linear(weight) for weight in make()]
+        self._tell()
+        kept = self._kept.find(format, names)
+        if kept is None:
+            made = [ops.pack_linear(weight) for weight in make()]
+            if not (self._missing or self._misshaped):
+                self._kept.keep(format, names, made)
+            return made
+        self._taken.update(names)
+        self._read += sum(BYTES_A_WEIGHT * prod(one.shape) for one in kept)
+        return kept
+
     def _read_in(self, name: str) -> Tensor:
         self._tell()
         tensor = self._source.tensor(name)
@@ -245,6 +271,8 @@ class Weights:
     def finish(self, may_stay: Callable[[str], bool] = lambda name: False) -> None:
         """Close the files; raise `ModelError` naming every missing, mis-shaped and left-over tensor."""
         self._source.close()
+        if self._kept is not None:
+            self._kept.close()
         self._read = self._total
         self._tell()
         left = sorted(name for name in self._names if name not in self._taken and not may_stay(name))

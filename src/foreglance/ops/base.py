@@ -54,6 +54,11 @@ class Ops(Protocol):
         """The operations of draft heads, perhaps on smaller weights: their numbers change no token."""
         ...
 
+    @property
+    def kept_as(self) -> str | None:
+        """The format of packed weights that are worth keeping on disk, since they take long to make; None if not."""
+        ...
+
     def pack_linear(self, weight: Tensor) -> PackedLinear:
         """weight [out, in] -> packed; the original may be dropped."""
         ...

@@ -98,6 +98,12 @@ def blocked(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return placed(rows.view(-1, BLOCK, num_in).transpose(1, 2))
 
 
+def packed_shapes(num_out: int, num_in: int, bits: int) -> dict[str, tuple[int, ...]]:
+    """Of what `blocked_groups` makes."""
+    blocks, groups = -(-num_out // BLOCK), -(-num_in // GROUP)
+    return {"data": (blocks, groups, bits, BLOCK, 4), "scales": (blocks, groups, BLOCK)}
+
+
 def blocked_groups(weight: Quantised) -> tuple[Tensor, Tensor]:
     """-> bytes [out / 16, groups, 8 (q8) or 4 (q4), 16, 4] and scales [out / 16, groups, 16]."""
     missing = -weight.shape[0] % BLOCK

@@ -145,6 +145,10 @@ class NativeOps(TorchOps):
     def draft(self) -> NativeOps:
         return self._draft
 
+    @property
+    def kept_as(self) -> str | None:
+        return self._weights if self._weights in ("q8", "q4") else None
+
     def _call(self, kernel: int, *args: int | float) -> None:
         self._n.call(kernel, *args)
         if self.recorder is not None:

@@ -37,6 +37,10 @@ class TorchOps:
     def draft(self) -> TorchOps:
         return self
 
+    @property
+    def kept_as(self) -> str | None:
+        return None
+
     def pack_linear(self, weight: Tensor) -> Packed:
         return self.path.pack_linear(weight)
 

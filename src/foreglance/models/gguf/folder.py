@@ -145,6 +145,11 @@ def _matrices(folder: Path) -> list[Stored]:
     return [one for file in files for one in file.tensors.values() if len(one.shape) > 1]
 
 
+def files_of(folder: Path) -> list[Path]:
+    """The GGUF files of a laid-out folder; none for another one."""
+    return sorted(_paths(folder).values()) if (folder / POINTER).is_file() else []
+
+
 def _paths(folder: Path) -> dict[str, Path]:
     return {name: Path(path) for name, path in json.loads((folder / POINTER).read_text()).items()}
 
