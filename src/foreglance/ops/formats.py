@@ -55,30 +55,24 @@ def quantise(weight: Tensor, bits: int) -> Quantised:
 def _quantised_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     num_out, num_in = weight.shape
     groups = torch.nn.functional.pad(weight, (0, -num_in % GROUP)).view(num_out, -1, GROUP)
-    if bits == 8:
-        scales = _half(groups.abs().amax(-1, keepdim=True) / 127)
-        values = _rounded(groups, scales, -127, 127)
-    else:
-        most = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # with its sign
-        scales, values = _best_of(groups, most)
+    low, high = (-127, 127) if bits == 8 else (-8, 7)
+    scales = _half(groups.abs().amax(-1, keepdim=True) / 127) if bits == 8 else _best_scales(groups)
+    values = _rounded(groups, scales, low, high).nan_to_num_(0.0)
     return values.to(torch.int8).view(num_out, -1), scales.squeeze(-1)
 
 
-def _best_of(groups: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest value becomes -8 to -6.75, as far as the others gain by it."""
-    best: tuple[Tensor, Tensor] | None = None
-    least = torch.full_like(most, float("inf"))
+def _best_scales(groups: Tensor) -> Tensor:
+    """The value that is largest without its sign becomes -8 to -6.75, as far as the others gain by it."""
+    most = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    best = least = torch.empty(0)
     for step in range(_Q4_TRIES):
         scales = _half(most / (-8 + step / 4))
-        values = _rounded(groups, scales, -8, 7)
-        error = (groups - values * scales.float()).square().sum(-1, keepdim=True)
-        if best is None:
-            best, least = (scales, values), error
+        error = _rounded(groups, scales, -8, 7).mul_(scales.float()).sub_(groups).square_().sum(-1, keepdim=True)
+        if step == 0:
+            best, least = scales, error
             continue
         better = error < least
-        best = torch.where(better, scales, best[0]), torch.where(better, values, best[1])
-        least = torch.where(better, error, least)
-    assert best is not None
+        best, least = torch.where(better, scales, best), torch.where(better, error, least)
     return best
 
 
@@ -87,8 +81,9 @@ def _half(scales: Tensor) -> Tensor:
 
 
 def _rounded(groups: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
+    """Zeros where the scale is."""
     wide = scales.float()
-    return torch.where(wide == 0, 0.0, (groups / wide).round()).nan_to_num(0.0).clamp(low, high)
+    return (groups / torch.where(wide == 0, torch.inf, wide)).round_().clamp_(low, high)
 
 
 def blocked(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,10 +104,10 @@ def blocked_groups(weight: Quantised) -> tuple[Tensor, Tensor]:
     missing = -weight.shape[0] % BLOCK
     values = torch.nn.functional.pad(weight.values, (0, 0, 0, missing))
     scales = torch.nn.functional.pad(weight.scales, (0, 0, 0, missing))
-    quads = values.view(-1, BLOCK, scales.shape[1], GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+    quads = values.view(torch.uint8).view(-1, BLOCK, scales.shape[1], GROUP // 4, 4).permute(0, 2, 3, 1, 4)
     if weight.bits == 8:
-        data = (quads.to(torch.int16) + 128).to(torch.uint8)
+        data = placed(quads).bitwise_xor_(128)  # plus 128, as bytes
     else:
-        low, high = (quads.to(torch.int16) + 8).to(torch.uint8).split(4, 2)
-        data = low | (high << 4)
-    return placed(data), placed(scales.view(-1, BLOCK, scales.shape[1]).transpose(1, 2))
+        low, high = (quads + 8).split(4, 2)  # bytes wrap
+        data = placed(low | (high << 4))
+    return data, placed(scales.view(-1, BLOCK, scales.shape[1]).transpose(1, 2))
