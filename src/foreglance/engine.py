@@ -45,7 +45,6 @@ from foreglance.request import (
     RequestError,
     Result,
     SamplingParams,
-    Speculation,
 )
 from foreglance.sampling import log_prob, pick
 from foreglance.scheduler import Costs, DepthControl, Scheduler, Work
@@ -57,7 +56,11 @@ from foreglance.verify import Verdict, verify
 
 log = logging.getLogger(__name__)
 BEST_DRAFTS = ("model", "assistant", "mtp")  # what "auto" takes, the first that there is
-TRIAL_PROMPT, TRIAL_DEPTH, TRIAL_ROUNDS, TRIAL_SECONDS = "Hello! Who are you?", 2, 24, 5.0  # drafts tried at load
+# Drafts tried at load: answers of so many tokens, a warning after so many rounds, over in any case after so many
+# seconds. From deep to shallow, so that a drafter has no rows to catch up with but the last round's.
+TRIAL_PROMPT, TRIAL_TOKENS, TRIAL_ROUNDS, TRIAL_SECONDS = "Hello! Who are you?", 40, 24, 3.0
+TRIAL_DEPTHS = (8, 8, 5, 3, 2, 1, 0) * 12
+TRIAL_PREFIX_BYTES = 1 << 28  # the prompt is computed once
 
 
 @dataclass
@@ -113,6 +116,8 @@ class Engine:
         self._embeddings = EmbeddingCache(self.settings.image_cache_bytes)
         self._running: dict[int, Running] = {}
         self._costs = Costs()
+        # Time that other processes take says nothing of what rows cost; what helping threads take does.
+        self._clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         self._alarms = {kind: Alarm() for kind in self._drafters}
         self.warnings: list[str] = []  # what a person should know of drafters that do not work, once each
         self._ids = itertools.count()
@@ -150,32 +155,41 @@ class Engine:
         return Engine(target, self._prompter, settings or self.settings, self.self_test, self._draft_model)
 
     def _try_drafts(self) -> None:
-        """Draft a short text in an engine apart, and pass on what that says of the pair; over as soon as enough guesses
-        stood or, on a slow machine, time is up."""
+        """Draft answers in an engine apart, at each depth in turn, and pass on what that says of the pair and of what
+        rows and guesses cost; on a slow machine over when time is up."""
         if self.best_draft == "none":
             return
         trial = Engine(
             self.target,
             self._prompter,
-            replace(self.settings, slots=1, prefix_cache_bytes=0),
+            replace(self.settings, slots=1, prefix_cache_bytes=TRIAL_PREFIX_BYTES),
             draft_model=self._draft_model,
         )
-        alarm = trial._alarms[self.best_draft] = Alarm(TRIAL_ROUNDS)
-        sampling = SamplingParams(max_tokens=TRIAL_ROUNDS + 2, ignore_eos=True)
-        request = Request.from_prompt(TRIAL_PROMPT, sampling=sampling, speculation=Speculation(depth=TRIAL_DEPTH))
-        began, trouble = time.perf_counter(), None
         try:
-            for event in trial.stream(request):
-                if event.result is not None:
-                    trouble = event.result.error or event.result.draft.off_because
-                if alarm.is_content or time.perf_counter() - began > TRIAL_SECONDS:
-                    break
+            trouble = trial._tour(self.best_draft)
         except RequestError as error:
             log.info("no text to try drafts on: %s", error)
             return
         if trouble is not None:
             self._warn(f"drafter {self.best_draft}: a short text at load did not go well: {trouble}")
         self.warnings += trial.warnings
+        self._costs = trial._costs.toured()
+
+    def _tour(self, kind: str) -> str | None:
+        """Answers at the depths of the trial; -> what went wrong. The first rounds alone give reason for a warning."""
+        alarm, began, tour = Alarm(TRIAL_ROUNDS), time.perf_counter(), self._costs.tour
+        self._alarms[kind] = alarm
+        tour.extend(TRIAL_DEPTHS)
+        for seed in range(len(TRIAL_DEPTHS)):
+            sampling = SamplingParams(max_tokens=TRIAL_TOKENS, temperature=1.0, seed=seed)
+            for event in self.stream(Request.from_prompt(TRIAL_PROMPT, sampling=sampling)):
+                if event.result is not None and (trouble := event.result.error or event.result.draft.off_because):
+                    return trouble
+                if alarm.is_content:
+                    self._alarms[kind] = Alarm(len(TRIAL_DEPTHS))
+                if not tour or time.perf_counter() - began > TRIAL_SECONDS:
+                    return None
+        return None
 
     def _warn(self, message: str) -> None:
         self.warnings.append(message)
@@ -327,7 +341,7 @@ class Engine:
     def step(self) -> list[Event]:
         """One step over everything that runs; -> what it gained, and final events of requests that ended since."""
         self._admit()
-        began = time.perf_counter()
+        began = self._clock()
         batch, works = self._pack(self._scheduler.pick())  # 1-4  who runs, and their rows as one batch
         with self._failing(works):
             if batch is not None:
@@ -336,8 +350,9 @@ class Engine:
                 picks = self._pick(batch, works, hidden)  # 6
                 verdicts = self._verify(batch, works, picks)  # 7
                 self._commit(batch, works, verdicts)  # 8  the only place where lengths move
-                self._take(batch, works, verdicts, began)  # 9  text, stop strings, the end
-                self._draft(batch, works, verdicts, hidden)  # 10  guesses for the next step
+                self._take(batch, works, verdicts)  # 9  text, stop strings, the end
+                drafting = self._draft(batch, works, verdicts, hidden)  # 10  guesses for the next step
+                self._time(batch, works, self._clock() - began - drafting)
         ended, self._ended = self._ended, []
         return ended
 
@@ -486,9 +501,7 @@ class Engine:
             if works[part.sequence].sequence.in_prefill:
                 works[part.sequence].sequence.advance(keep)
 
-    def _take(self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict], began: float) -> None:
-        if not any(part.chunk for part in batch.parts):
-            self._costs.target.add(batch.num_few, time.perf_counter() - began)
+    def _take(self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict]) -> None:
         for part in batch.parts:
             verdict, sequence = verdicts[part.sequence], works[part.sequence].sequence
             if not part.chunk:
@@ -504,18 +517,24 @@ class Engine:
         if (message := alarm.message(running.drafter.kind)) is not None:
             self._warn(message)
 
-    def _draft(self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict], hidden: Tensor) -> None:
-        """Each drafter gets its sequences in one call. One that ended is not drafted for, but its states are handed
-        over, since its rows may serve another request."""
+    def _draft(self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict], hidden: Tensor) -> float:
+        """Each drafter gets its sequences in one call; -> seconds that those took who guessed. A sequence that ended is
+        not drafted for, but its states are handed over, since its rows may serve another request."""
         by_drafter: dict[str, list[Settled]] = {}
         for index, part in enumerate(batch.parts):
             running, start = self._running[part.sequence], works[part.sequence].start
             states = hidden[batch.rows_of(index)][: verdicts[part.sequence].keep]
             by_drafter.setdefault(running.drafter.kind, []).append(self._settled(running, start, states))
-        for kind, settled in by_drafter.items():
-            self._propose(self._drafters[kind], settled, timed=not any(work.chunk for work in works.values()))
+        drafted = {name: verdict.drafted for name, verdict in verdicts.items()}
+        seconds = sum(self._propose(self._drafters[kind], settled, drafted) for kind, settled in by_drafter.items())
         for work in works.values():
             self._settle(work)
+        return seconds
+
+    def _time(self, batch: Batch, works: Mapping[int, Work], seconds: float) -> None:
+        """Learn what a step cost in which nothing began or ended."""
+        if all(work.start >= work.sequence.num_prompt and work.sequence.finish is None for work in works.values()):
+            self._costs.add_step(batch.num_few, seconds)
 
     def _settled(self, running: Running, start: int, states: Tensor) -> Settled:
         sequence, depth = running.sequence, 0
@@ -523,9 +542,10 @@ class Engine:
             depth = running.depth.next(len(self._scheduler.running), sequence.wanted)
         return Settled(sequence, start, states if running.drafter.wants_hidden else None, depth)
 
-    def _propose(self, drafter: Drafter, settled: Many[Settled], timed: bool) -> None:
-        """A drafter that fails costs its sequences their drafts, never their text."""
-        began = time.perf_counter()
+    def _propose(self, drafter: Drafter, settled: Many[Settled], drafted: Mapping[int, int]) -> float:
+        """-> seconds, 0 if there are no guesses. `drafted`: by sequence, how many guesses this step verified. A drafter
+        that fails costs its sequences their drafts, never their text."""
+        began = self._clock()
         try:
             drafts = drafter.propose(settled)
         except Exception as error:
@@ -534,12 +554,15 @@ class Engine:
                 self._switch_off(
                     self._running[one.sequence.id], f"the drafter failed ({type(error).__name__}: {error})"
                 )
-            return
-        deepest = max((len(guesses) for guesses in drafts.values()), default=0)
-        if deepest and timed:
-            self._costs.of(drafter.kind).add(deepest, time.perf_counter() - began)
+            return 0.0
+        seconds, guessed = self._clock() - began, [one for one in settled if drafts.get(one.sequence.id)]
+        if guessed and not any(one.sequence.in_prefill for one in settled):
+            deepest = max(len(drafts[one.sequence.id]) for one in guessed)
+            is_steady = all(drafted[one.sequence.id] >= len(drafts[one.sequence.id]) for one in guessed)
+            self._costs.add_draft(drafter.kind, len(guessed), deepest, seconds, is_steady)
         for one in settled:
             one.sequence.draft = drafts.get(one.sequence.id, ())
+        return seconds if guessed else 0.0
 
     def _switch_off(self, running: Running, reason: str) -> None:
         running.drafter.retire(running.sequence)

@@ -6,73 +6,134 @@ Touches nothing else. Numbers here change how fast an answer comes, never what i
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
-FASTER, SLOWER = 0.3, 0.05  # shared machines stall: follow a fast sample quickly, a slow one reluctantly
-STALL = 2.0  # and count no sample as more than so many times what was known: a stall may be a hundred short steps long
+# Variances of logarithms. Between two samples the pace of the machine moves by two hundredths and one cost, against all
+# others, by a thousandth; a cost that was just met may be off by a fifth.
+PACE_MOVES, COST_MOVES, UNSURE = 4e-4, 1e-6, 0.04
+LOW = 0.1  # the quantile of samples that is a cost: stalls, and caches that others emptied, come on top at any count
+LEAST_SPREAD, MOST_SPREAD = 0.03, 0.5  # how far samples lie from that
 LEAST_WEIGHT, MOST_WEIGHT = 4.0, 9.0
 
 
-class CostCurve:
-    """Seconds as a function of a small count (rows of a step, depth of a draft), learned as it goes.
+@dataclass
+class Pace:
+    """How slow the machine is at present: the logarithm of what all costs are multiplied by, and its variance.
 
-    A count is believed after `ENOUGH` samples, beginning with the fastest of them: one stalled sample must not keep a
-    depth from ever being tried again. Beyond the measured counts the curve goes on as a line. From a single count it is
-    `proportional` (a draft of depth k is k forwards) or flat (rows of a step are nearly free until they are measured).
+    Costs are compared with each other, so a machine that becomes twice as slow must change none of them: what they
+    have in common goes in here. `spread` is how far samples lie from what was expected, which says how busy it is.
     """
 
-    ENOUGH = 3
+    log: float = 0.0
+    variance: float = 0.0
+    spread: float = 0.1
+    samples: int = 0
 
-    def __init__(self, proportional: bool = False) -> None:
+
+@dataclass
+class _Cost:
+    """The logarithm of seconds at pace 1, its variance, and the sample of the pace at which it was last measured."""
+
+    log: float
+    variance: float
+    at: int
+    seconds: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seconds = math.exp(self.log)
+
+    def correct(self, log: float, pace: Pace) -> None:
+        """Step towards a sample as one does to a quantile (a long way down, a short way up), and share the step out
+        between pace and cost by how uncertain each is, as a Kalman filter of two states does."""
+        self.variance = min(self.variance + COST_MOVES * (pace.samples - self.at), UNSURE)
+        total = pace.variance + self.variance + pace.spread**2
+        surprise = log - pace.log - self.log
+        step = 2 * pace.spread * (LOW if surprise > 0 else LOW - 1)
+        pace.spread += (max(LEAST_SPREAD, min(abs(surprise), MOST_SPREAD)) - pace.spread) / 30
+        pace.log += pace.variance / total * step
+        pace.variance *= 1 - pace.variance / total
+        self.log += self.variance / total * step
+        self.variance *= 1 - self.variance / total
+        self.at, self.seconds = pace.samples, math.exp(self.log)
+
+
+class CostCurve:
+    """Seconds, at pace 1, as a function of a small count (rows of a step, depth of a draft), learned as it goes.
+
+    A count is believed after some samples, beginning with the fastest of them: the first two runs of a shape are
+    slow (one as it is, one while it is recorded), and one stalled sample must not keep a depth from ever being tried
+    again. Later samples move it slowly: what moves all costs is the pace. Beyond the measured counts the curve goes on
+    as a line. From a single count it is `proportional` (a draft of depth k is k forwards) or flat (rows of a step are
+    nearly free until they are measured).
+    """
+
+    ENOUGH = 4
+
+    def __init__(self, pace: Pace | None = None, proportional: bool = False) -> None:
+        self._pace = Pace() if pace is None else pace
         self._proportional = proportional
         self._first: dict[int, list[float]] = {}
-        self._seconds: dict[int, float] = {}
+        self._costs: dict[int, _Cost] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._seconds or self._first)
+        return bool(self._costs or self._first)
+
+    def collect(self, count: int, seconds: float) -> None:
+        """A sample that is not looked at before `settle`."""
+        self._first.setdefault(count, []).append(math.log(max(seconds, 1e-9)) - self._pace.log)
+
+    def settle(self) -> None:
+        """Believe what was sampled often enough; what lies between believed counts half, since few samples say little
+        and a depth that looks dear by chance is not tried again."""
+        known = sorted(self._costs)
+        for count in [count for count, samples in self._first.items() if len(samples) >= self.ENOUGH]:
+            samples = self._first.pop(count)
+            log = min(samples)
+            if known and known[0] < count < known[-1]:
+                log = (log + math.log(max(self.at(count), 1e-9))) / 2
+            self._costs[count] = _Cost(log, UNSURE / (len(samples) - self.ENOUGH + 1), self._pace.samples)
 
     def add(self, count: int, seconds: float) -> None:
-        if count in self._seconds:
-            old = self._seconds[count]
-            self._seconds[count] = old + (FASTER if seconds < old else SLOWER) * (min(seconds, STALL * old) - old)
+        pace = self._pace
+        pace.samples += 1
+        pace.variance += PACE_MOVES
+        if count in self._costs:
+            self._costs[count].correct(math.log(max(seconds, 1e-9)), pace)
             return
-        samples = self._first.setdefault(count, [])
-        samples.append(seconds)
-        if len(samples) >= self.ENOUGH:
-            self._seconds[count] = min(self._first.pop(count))
+        self.collect(count, seconds)
+        self.settle()
 
     def knows_up_to(self, count: int) -> bool:
         """Whether `count` or less is believed, so that `at(count)` is no guess from dearer ones."""
-        return any(known <= count for known in self._seconds)
+        return any(known <= count for known in self._costs)
 
     def at(self, count: int) -> float:
-        """Measured, or on the line through the two nearest measured counts, and never more than what a larger count
-        costs. Before anything is believed, the fastest sample."""
-        if not self._seconds:
-            return min((min(samples) for samples in self._first.values()), default=0.0)
-        larger = min((seconds for known, seconds in self._seconds.items() if known > count), default=float("inf"))
-        return min(self._on_curve(count), larger)
-
-    def _on_curve(self, count: int) -> float:
-        if count in self._seconds:
-            return self._seconds[count]
-        if len(self._seconds) == 1:
-            ((known, seconds),) = self._seconds.items()
-            return seconds * count / known if self._proportional else seconds
+        """Measured, or on the line through the two nearest measured counts. Before anything is believed, the fastest
+        sample."""
+        known = self._costs.get(count)
+        if known is not None:
+            return known.seconds
+        if not self._costs:
+            return min((math.exp(min(samples)) for samples in self._first.values()), default=0.0)
+        if len(self._costs) == 1:
+            ((only, cost),) = self._costs.items()
+            return cost.seconds * count / only if self._proportional else cost.seconds
         left, right = self._neighbours(count)
-        slope = max(0.0, (self._seconds[right] - self._seconds[left]) / (right - left))
-        return max(0.0, self._seconds[left] + slope * (count - left))
+        slope = (self._costs[right].seconds - self._costs[left].seconds) / (right - left)
+        return max(0.0, self._costs[left].seconds + max(0.0, slope) * (count - left))
 
     def _neighbours(self, count: int) -> tuple[int, int]:
         """The believed counts around `count`, or the two nearest on its one side."""
-        below = sorted(c for c in self._seconds if c < count)
-        above = sorted(c for c in self._seconds if c > count)
+        below = sorted(c for c in self._costs if c < count)
+        above = sorted(c for c in self._costs if c > count)
         if below and above:
             return below[-1], above[0]
         return (below[-2], below[-1]) if below else (above[0], above[1])
 
 
 class Acceptance:
-    """How often the guess at each depth stands, given that those before it stood. Old rounds fade."""
+    """How often the guess at each depth stands, given that those before it stood. Old rounds fade, at depths too that
+    are not tried any more, which become like the one before them."""
 
     def __init__(self, prior: Acceptance | None = None, fade: float = 0.95):
         self._prior = prior
@@ -87,23 +148,32 @@ class Acceptance:
         while len(self._tried) < drafted:
             self._tried.append(0.0)
             self._stood.append(0.0)
+        self._tried = [tried * self._fade for tried in self._tried]
+        self._stood = [stood * self._fade for stood in self._stood]
         for depth in range(min(drafted, accepted + 1)):
-            self._tried[depth] = self._tried[depth] * self._fade + 1
-            self._stood[depth] = self._stood[depth] * self._fade + (depth < accepted)
+            self._tried[depth] += 1
+            self._stood[depth] += depth < accepted
+
+    def chances(self, deepest: int) -> list[float]:
+        """Probabilities at depths 1 to `deepest`; an untried depth is taken to be like the one before it, at most.
+
+        The prior is worth a few rounds, so that one unlucky guess decides nothing; more if it has seen many itself.
+        """
+        prior, chances, last = None if self._prior is None else self._prior, [], 0.7
+        expected = [] if prior is None else prior.chances(deepest)
+        for i in range(deepest):
+            before = last if prior is None else expected[i]
+            if i < len(self._tried):
+                weight = LEAST_WEIGHT if prior is None else min(LEAST_WEIGHT + prior.tried(i + 1) / 4, MOST_WEIGHT)
+                last = (self._stood[i] + weight * before) / (self._tried[i] + weight)
+            else:
+                last = min(before, last) if i else before
+            chances.append(last)
+        return chances
 
     def at(self, depth: int) -> float:
-        """Probability at `depth` (1 is the first); an untried depth is taken to be like the one before it."""
-        prior = self._prior.at(depth) if self._prior is not None else (self.at(depth - 1) if depth > 1 else 0.7)
-        if depth > len(self._tried):
-            return min(prior, self.at(depth - 1)) if depth > 1 else prior
-        weight = self._weight(depth)
-        return (self._stood[depth - 1] + weight * prior) / (self._tried[depth - 1] + weight)
-
-    def _weight(self, depth: int) -> float:
-        """How many rounds the prior is worth: a few, so that one unlucky guess decides nothing; more if it has seen
-        many rounds itself."""
-        seen = 0.0 if self._prior is None else self._prior.tried(depth)
-        return min(LEAST_WEIGHT + seen / 4, MOST_WEIGHT)
+        """Probability at `depth` (1 is the first)."""
+        return self.chances(depth)[-1]
 
     def tried(self, depth: int) -> float:
         """Rounds, faded, that put a guess at `depth` to the test."""
@@ -111,8 +181,11 @@ class Acceptance:
 
     def expected_tokens(self, depth: int) -> float:
         """Tokens gained by a step that verifies `depth` guesses: one and the run of guesses that stand."""
-        chances = [math.prod(self.at(d) for d in range(1, upto + 1)) for upto in range(1, depth + 1)]
-        return 1 + sum(chances)
+        expected, run = 1.0, 1.0
+        for chance in self.chances(depth):
+            run *= chance
+            expected += run
+        return expected
 
 
 class Alarm:
