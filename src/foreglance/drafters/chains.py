@@ -23,7 +23,7 @@ from foreglance.request import MAX_DEPTH
 from foreglance.sampling import pick
 from foreglance.sequence import Sequence
 
-MAX_WAITING = 256  # committed rows that may wait for their draft rows while nothing is drafted
+MAX_WAITING = 1024  # committed rows that may wait for their draft rows while nothing is drafted
 
 
 class ChainModel(Protocol):
