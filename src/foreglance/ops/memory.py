@@ -20,7 +20,7 @@ from torch import Tensor
 PAGE = 2 << 20
 CHUNK = 64 << 20  # bytes that are asked of the system at a time; what is never written takes no memory
 LINE = 64  # bytes of a processor's cache line: every tensor begins with one
-HAS_PAGES = sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE")
+HAS_PAGES = sys.platform == "linux" and "MADV_HUGEPAGE" in vars(mmap)
 
 
 class _Room:
