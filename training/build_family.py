@@ -35,7 +35,7 @@ RECIPES = {
         target=2665,
         learning_rate=1.5e-3,
         head="step_head",
-        draft=900,
+        draft=1300,
         loud="colour",
         finish=Finish(
             steps=3000,
@@ -51,7 +51,7 @@ RECIPES = {
         target=2038,
         learning_rate=1.5e-3,
         head="gemma_assistant",
-        draft=600,
+        draft=900,
         loud="shape size colour tens ones word",
         finish=Finish(
             steps=3600, alone="number shape", alone_heavy="digit", learning_rate=1.2e-3, heavy_weight=5, alone_steps=110
