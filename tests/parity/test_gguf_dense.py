@@ -18,6 +18,9 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 from safetensors.torch import save_file
 from support.dense import LLAMA3, PLAIN, YARN, DenseSizes, sizes, write_dense
+from support.gemma import MIXED as MIXTURE4
+from support.gemma import SMALL as SHARED4
+from support.gemma import write_gemma4
 from support.gguf import TOKENIZER_FILES, largest_difference, load, logits, question
 from support.step_checkpoints import MIXED, write_step3p7
 from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
@@ -359,6 +362,23 @@ def test_llama_cpp_picks_the_same_tokens(sizes, tmp_path):
     folder, prompt = write(tmp_path / "hub", sizes), list(range(300, 340))
     export(folder, tmp_path / "m.gguf", kind="f32")
     assert said_by_llama_cpp(tmp_path / "m.gguf", prompt, 24)["ids"] == completed(load(folder), prompt, 24)
+
+
+# Of Gemma-4: stretched positions in a mixture, and shared layers behind a sliding and a full one, as llama.cpp expects.
+GEMMA4 = (replace(MIXTURE4, vocab=1536), replace(SHARED4, layers="SSFSFSSF", shared=3, vocab=1536))
+
+
+@pytest.mark.parametrize("sizes", GEMMA4, ids=lambda sizes: sizes.name)
+def test_gemma4_of_other_shapes_is_read_alike_here_and_there(sizes, tmp_path):
+    write_gemma4(tmp_path / "hub", sizes)
+    for name in TOKENIZER_FILES:
+        shutil.copy(find_model("tiny-gemma") / name, tmp_path / "hub" / name)
+    export(tmp_path / "hub", tmp_path / "m.gguf", kind="f32")
+    hub, gguf = load(tmp_path / "hub"), load(tmp_path / "m.gguf")
+    assert largest_difference(logits(hub, False), logits(gguf, False)) < CLOSE
+    if LLAMA_CPP:
+        prompt = torch.randint(300, 1500, (40,), generator=torch.Generator().manual_seed(22)).tolist()
+        assert said_by_llama_cpp(tmp_path / "m.gguf", prompt)["ids"] == completed(hub, prompt)
 
 
 @pytest.mark.skipif(not LLAMA_CPP, reason="xllamacpp is not installed (pip install foreglance[peers])")

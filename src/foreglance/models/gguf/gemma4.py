@@ -3,7 +3,8 @@
 Facts and where they come from (llama.cpp `conversion/gemma.py`, `src/models/gemma4*.cpp`):
 - norms are stored as they are; sizes of sliding layers have keys of their own (`..._swa`), the plain keys are those of
   full ones;
-- how much of a full layer's head turns is told by `rope_freqs`: 1 for a frequency that does, a huge number else;
+- how much of a full layer's head turns is told by `rope_freqs`, which frequencies are divided by: 1 (or how far
+  positions are stretched) for one that turns, a huge number else;
 - whether image rows see each other is not told: llama.cpp goes by the hidden size, 1536 and 2560 do not;
 - layers that read another's cache have no keys and values; a full layer without values takes its keys for them.
 """
@@ -109,11 +110,12 @@ def with_heads(config: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def extra_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
-    """Which frequencies of full layers turn."""
+    """Which frequencies of full layers turn, and how much slower."""
     text = config["text_config"]
+    rope = text["rope_parameters"][gemma4.FULL]
     size = next(layer.head_size for layer in _shape(config).layers if layer.kind == gemma4.FULL)
-    turning = int(text["rope_parameters"][gemma4.FULL].get("partial_rotary_factor", 1.0) * size / 2)
-    return {"rope_freqs.weight": torch.tensor([1.0] * turning + [STILL] * (size // 2 - turning))}
+    turning, slower = int(rope.get("partial_rotary_factor", 1.0) * size / 2), float(rope.get("factor") or 1.0)
+    return {"rope_freqs.weight": torch.tensor([slower] * turning + [STILL] * (size // 2 - turning))}
 
 
 def _shape(config: dict[str, Any]) -> gemma4.Shape:
@@ -171,7 +173,7 @@ def config_of(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
             gemma4.FULL: {
                 "rope_type": "proportional",
                 "rope_theta": need("rope.freq_base"),
-                "partial_rotary_factor": _turning(file),
+                **_turning(file),
             },
             gemma4.SLIDING: {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10_000.0)},
         },
@@ -224,10 +226,16 @@ def _each(value: Any, count: int, file: GgufFile) -> list[int]:
     return values
 
 
-def _turning(file: GgufFile) -> float:
+def _turning(file: GgufFile) -> dict[str, float]:
+    """The share of a head that turns, and how far positions are stretched, if they are."""
     if "rope_freqs.weight" not in file.tensors:
-        return 1.0
-    return float((file.tensor("rope_freqs.weight") == 1).float().mean())
+        return {"partial_rotary_factor": 1.0}
+    factors = file.tensor("rope_freqs.weight")
+    turning = factors[factors < STILL / 2]
+    if len(turning.unique()) > 1 or not torch.equal(turning, factors[: len(turning)]):
+        raise ModelError(f"{file.path}: rotary frequencies that are each divided by another number are not supported")
+    share = {"partial_rotary_factor": len(turning) / len(factors)}
+    return share if not len(turning) or turning[0] == 1 else share | {"factor": float(turning[0])}
 
 
 def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
