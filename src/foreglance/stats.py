@@ -6,6 +6,7 @@ Touches nothing else. Numbers here change how fast an answer comes, never what i
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from dataclasses import dataclass, field
 
 # Variances of logarithms. Between two samples the pace of the machine moves by two hundredths and one cost, against all
@@ -74,6 +75,7 @@ class CostCurve:
         self._proportional = proportional
         self._first: dict[int, list[float]] = {}
         self._costs: dict[int, _Cost] = {}
+        self._known: list[int] = []  # the believed counts, ascending
 
     def __bool__(self) -> bool:
         return bool(self._costs or self._first)
@@ -85,13 +87,14 @@ class CostCurve:
     def settle(self) -> None:
         """Believe what was sampled often enough; what lies between believed counts half, since few samples say little
         and a depth that looks dear by chance is not tried again."""
-        known = sorted(self._costs)
+        known = self._known
         for count in [count for count, samples in self._first.items() if len(samples) >= self.ENOUGH]:
             samples = self._first.pop(count)
             log = min(samples)
             if known and known[0] < count < known[-1]:
                 log = (log + math.log(max(self.at(count), 1e-9))) / 2
             self._costs[count] = _Cost(log, UNSURE / (len(samples) - self.ENOUGH + 1), self._pace.samples)
+        self._known = sorted(self._costs)
 
     def add(self, count: int, seconds: float) -> None:
         pace = self._pace
@@ -118,17 +121,10 @@ class CostCurve:
         if len(self._costs) == 1:
             ((only, cost),) = self._costs.items()
             return cost.seconds * count / only if self._proportional else cost.seconds
-        left, right = self._neighbours(count)
-        slope = (self._costs[right].seconds - self._costs[left].seconds) / (right - left)
-        return max(0.0, self._costs[left].seconds + max(0.0, slope) * (count - left))
-
-    def _neighbours(self, count: int) -> tuple[int, int]:
-        """The believed counts around `count`, or the two nearest on its one side."""
-        below = sorted(c for c in self._costs if c < count)
-        above = sorted(c for c in self._costs if c > count)
-        if below and above:
-            return below[-1], above[0]
-        return (below[-2], below[-1]) if below else (above[0], above[1])
+        place = min(max(bisect(self._known, count), 1), len(self._known) - 1)
+        left, right = self._known[place - 1 : place + 1]  # around the count, or the two nearest on its one side
+        low, high = self._costs[left].seconds, self._costs[right].seconds
+        return max(0.0, low + max(0.0, high - low) / (right - left) * (count - left))
 
 
 class Acceptance:
