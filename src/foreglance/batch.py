@@ -51,6 +51,16 @@ class Held:
     last: Coordinates | None
 
 
+class Holding(Protocol):
+    """What `Held` says; a cache says it itself."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def last(self) -> Coordinates | None: ...
+
+
 @dataclass(frozen=True)
 class Part:
     """The consecutive rows of one sequence.
@@ -111,6 +121,10 @@ class Holder(Protocol):
     provisional: int
     addresses: int
 
+    def make_room(self, num_rows: int) -> None:
+        """Room for `num_rows` rows of kernels."""
+        ...
+
 
 @dataclass(frozen=True)
 class FewPart:
@@ -162,7 +176,6 @@ class Batch:
     image_rows  int64 [m], flat places of the image rows; `embeds` [m, width]
     hidden      [rows, width] or None
     positions   int64 [axes, rows]
-    scored      int64 [s], flat places of the scored rows, by part
     """
 
     parts: tuple[Part, ...]
@@ -172,7 +185,6 @@ class Batch:
     embeds: Tensor | None
     hidden: Tensor | None
     positions: Tensor
-    scored: Tensor
     _few: list[Few] = field(default_factory=list, compare=False, repr=False)
 
     @cached_property
@@ -187,11 +199,20 @@ class Batch:
                 if not part.chunk:
                     holder = caches[part.sequence]
                     before = holder.rows + holder.provisional - part.num_rows
-                    for layer in holder.recurrent:
-                        layer.make_room(part.num_rows)
+                    holder.make_room(part.num_rows)
                     parts.append(FewPart(start, part.num_rows, before, holder))
             self._few.append(Few.of(parts))
         return self._few[0]
+
+    @cached_property
+    def num_scored(self) -> int:
+        return sum(part.num_scored for part in self.parts)
+
+    @cached_property
+    def scored(self) -> Tensor:
+        """int64 [s], flat places of the scored rows, by part."""
+        ends = [(start + part.num_rows, part.num_scored) for part, start in zip(self.parts, self.starts, strict=True)]
+        return torch.cat([torch.arange(end - count, end) for end, count in ends])
 
     @cached_property
     def num_few(self) -> int:
@@ -220,14 +241,11 @@ class Batch:
                 places.append(torch.arange(rows.stop - keep, rows.stop))
         starts = np.cumsum([0, *(part.num_rows for part in parts)]).tolist()
         at = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
-        scored = torch.searchsorted(at, self.scored)
-        batch = Batch(
-            tuple(parts), tuple(starts[:-1]), self.token_ids[at], None, None, None, self.positions[:, at], scored
-        )
+        batch = Batch(tuple(parts), tuple(starts[:-1]), self.token_ids[at], None, None, None, self.positions[:, at])
         return batch, at
 
 
-def pack(parts: Sequence[Part], spec: InputSpec, held: Mapping[int, Held]) -> Batch:
+def pack(parts: Sequence[Part], spec: InputSpec, held: Mapping[int, Holding]) -> Batch:
     """Flatten and validate. Raises `BatchError`; nothing is changed, whatever happens."""
     if len(parts) == 1 and parts[0].embeds is None:
         return _pack_one(parts[0], spec, held)
@@ -240,7 +258,6 @@ def pack(parts: Sequence[Part], spec: InputSpec, held: Mapping[int, Held]) -> Ba
     starts = np.cumsum([0, *(part.num_rows for part in ordered)]).tolist()
     image = np.concatenate([part.image for part in ordered])
     embeds = [part.embeds for part in ordered if part.embeds is not None and len(part.embeds)]
-    scored = [np.arange(s + p.num_rows - p.num_scored, s + p.num_rows) for p, s in zip(ordered, starts, strict=False)]
     return Batch(
         parts=tuple(ordered),
         starts=tuple(starts[:-1]),
@@ -249,14 +266,12 @@ def pack(parts: Sequence[Part], spec: InputSpec, held: Mapping[int, Held]) -> Ba
         embeds=torch.cat(embeds) if embeds else None,
         hidden=torch.cat([part.hidden for part in ordered]) if spec.hidden_width else None,
         positions=torch.from_numpy(np.concatenate([part.positions.coords for part in ordered], axis=1)),
-        scored=torch.from_numpy(np.concatenate(scored)),
     )
 
 
-def _pack_one(part: Part, spec: InputSpec, held: Mapping[int, Held]) -> Batch:
+def _pack_one(part: Part, spec: InputSpec, held: Mapping[int, Holding]) -> Batch:
     """One part without image rows, as most steps of a single sequence are: nothing to sort or to join."""
     check(part, spec, held)
-    n = part.num_rows
     return Batch(
         parts=(part,),
         starts=(0,),
@@ -265,11 +280,10 @@ def _pack_one(part: Part, spec: InputSpec, held: Mapping[int, Held]) -> Batch:
         embeds=None,
         hidden=part.hidden,
         positions=torch.from_numpy(np.array(part.positions.coords)),
-        scored=torch.arange(n - part.num_scored, n),
     )
 
 
-def check(part: Part, spec: InputSpec, held: Mapping[int, Held]) -> None:
+def check(part: Part, spec: InputSpec, held: Mapping[int, Holding]) -> None:
     """Every rule that one part must obey; raises `BatchError` naming the sequence and what to do."""
     name = part.sequence
     if name not in held:
@@ -299,7 +313,8 @@ def check(part: Part, spec: InputSpec, held: Mapping[int, Held]) -> None:
 def _check_inputs(part: Part, spec: InputSpec) -> None:
     num_images = int(np.count_nonzero(part.image))
     tokens = part.token_ids[~part.image] if num_images else part.token_ids
-    if tokens.size and not (tokens.min() >= 0 and tokens.max() < spec.vocab_size):
+    ids = tokens.tolist() if len(tokens) <= TILE else (int(tokens.min()), int(tokens.max()))
+    if ids and not (min(ids) >= 0 and max(ids) < spec.vocab_size):
         bad = tokens[(tokens < 0) | (tokens >= spec.vocab_size)]
         raise BatchError(part.sequence, f"token id {int(bad[0])} is outside the vocabulary of {spec.vocab_size}")
     num_embeds = 0 if part.embeds is None else len(part.embeds)

@@ -37,6 +37,7 @@ from foreglance.ops.base import Ops
 from foreglance.ops.numerics import SelfTest
 from foreglance.prompt import Prompter, Rows
 from foreglance.request import (
+    MAX_DEPTH,
     DraftReport,
     Event,
     FinishReason,
@@ -56,6 +57,7 @@ from foreglance.verify import Verdict, verify
 
 log = logging.getLogger(__name__)
 BEST_DRAFTS = ("model", "assistant", "mtp")  # what "auto" takes, the first that there is
+NO_IMAGES = np.zeros(1 + MAX_DEPTH, bool)
 # Drafts tried at load: answers of so many tokens, a warning after so many rounds, over in any case after so many
 # seconds. From deep to shallow, so that a drafter has no rows to catch up with but the last round's.
 TRIAL_PROMPT, TRIAL_TOKENS, TRIAL_ROUNDS, TRIAL_SECONDS = "Hello! Who are you?", 40, 24, 3.0
@@ -435,7 +437,7 @@ class Engine:
             n = 1 + len(drafts)
             tokens = np.array([sequence.generated[-1], *drafts], np.int64)
             positions = sequence.positions(work.start, work.stop)
-            return Part(sequence.id, tokens, np.zeros(n, bool), positions, n, False, drafts=drafts)
+            return Part(sequence.id, tokens, NO_IMAGES[:n], positions, n, False, drafts=drafts)
         tokens, image, offset = sequence.inputs(work.start, min(work.stop, sequence.known))
         part = Part(
             sequence.id,
@@ -458,7 +460,7 @@ class Engine:
         scored = [(part, works[part.sequence].sequence) for part in batch.parts if part.num_scored]
         if not scored:
             return {part.sequence: Picks() for part in batch.parts}
-        states = hidden if len(batch.scored) == batch.num_rows else hidden[batch.scored]
+        states = hidden if batch.num_scored == batch.num_rows else hidden[batch.scored]
         picks = self._pick_plainly(scored, states) or self._pick_each(scored, self.target.logits(states))
         return picks if len(picks) == len(batch.parts) else {part.sequence: Picks() for part in batch.parts} | picks
 
@@ -511,6 +513,8 @@ class Engine:
                 self._ended.append(sequence.take(verdict))
 
     def _learn(self, running: Running, verdict: Verdict) -> None:
+        if not verdict.drafted:
+            return
         running.depth.learn(verdict.drafted, verdict.accepted)
         alarm = self._alarms[running.drafter.kind]
         alarm.add(verdict.drafted, verdict.accepted)
@@ -522,9 +526,11 @@ class Engine:
         not drafted for, but its states are handed over, since its rows may serve another request."""
         by_drafter: dict[str, list[Settled]] = {}
         for index, part in enumerate(batch.parts):
-            running, start = self._running[part.sequence], works[part.sequence].start
-            states = hidden[batch.rows_of(index)][: verdicts[part.sequence].keep]
-            by_drafter.setdefault(running.drafter.kind, []).append(self._settled(running, start, states))
+            running, first, states = self._running[part.sequence], batch.starts[index], None
+            if running.drafter.wants_hidden:
+                states = hidden[first : first + verdicts[part.sequence].keep]
+            settled = self._settled(running, works[part.sequence].start, states)
+            by_drafter.setdefault(running.drafter.kind, []).append(settled)
         drafted = {name: verdict.drafted for name, verdict in verdicts.items()}
         seconds = sum(self._propose(self._drafters[kind], settled, drafted) for kind, settled in by_drafter.items())
         for work in works.values():
@@ -536,11 +542,11 @@ class Engine:
         if all(work.start >= work.sequence.num_prompt and work.sequence.finish is None for work in works.values()):
             self._costs.add_step(batch.num_few, seconds)
 
-    def _settled(self, running: Running, start: int, states: Tensor) -> Settled:
+    def _settled(self, running: Running, start: int, states: Tensor | None) -> Settled:
         sequence, depth = running.sequence, 0
         if sequence.finish is None and not sequence.in_prefill:
             depth = running.depth.next(len(self._scheduler.running), sequence.wanted)
-        return Settled(sequence, start, states if running.drafter.wants_hidden else None, depth)
+        return Settled(sequence, start, states, depth)
 
     def _propose(self, drafter: Drafter, settled: Many[Settled], drafted: Mapping[int, int]) -> float:
         """-> seconds, 0 if there are no guesses. `drafted`: by sequence, how many guesses this step verified. A drafter

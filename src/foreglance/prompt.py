@@ -26,6 +26,7 @@ from foreglance.request import Message, Request, RequestError
 
 Coordinates = tuple[int, ...]  # one row's position, an entry per axis
 SHORT = 4  # tokens whose text is kept
+SHORT_RUN = 16  # rows that are checked one by one rather than as arrays
 Grid = tuple[int, int]  # merged height and width of a run of image rows
 
 
@@ -46,7 +47,7 @@ class Positions:
         return Positions(self.coords[:, start:stop])
 
     def at(self, row: int) -> Coordinates:
-        return tuple(int(c) for c in self.coords[:, row])
+        return tuple(self.coords[:, row].tolist())
 
     @classmethod
     def join(cls, pieces: Sequence[Positions]) -> Positions:
@@ -55,7 +56,9 @@ class Positions:
     @classmethod
     def run(cls, start: int, num_rows: int, axes: int) -> Positions:
         """Text rows: the same consecutive coordinate on every axis."""
-        return cls(np.broadcast_to(np.arange(start, start + num_rows, dtype=np.int64), (axes, num_rows)))
+        coords = np.empty((axes, num_rows), np.int64)
+        coords[:] = start if num_rows == 1 else np.arange(start, start + num_rows)
+        return cls(coords)
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class OneAxis:
 
     def check(self, last: Coordinates | None, new: Positions, is_image: np.ndarray) -> None:
         want = 0 if last is None else last[0] + 1
-        if np.array_equal(new.coords[0], np.arange(want, want + len(new))):
+        if new.coords[0].tolist() == list(range(want, want + len(new))):
             return
         raise PositionError(
             f"the cache {_held(last)}, so the first new row must be at position {want}, but the batch starts at "
@@ -140,7 +143,7 @@ class MRope:
         return max(last) + 1
 
     def check(self, last: Coordinates | None, new: Positions, is_image: np.ndarray) -> None:
-        if len(new) == 1 and not is_image[0] and new.coords.min() > (-1 if last is None else max(last)):
+        if len(new) <= SHORT_RUN and not is_image.any() and self._goes_on(last, new):
             return
         lowest, before = new.coords.min(axis=0), self._reached(last, new)
         text_ok = lowest > before
@@ -154,6 +157,14 @@ class MRope:
             "does not follow: token rows go strictly forward on every axis, image rows may share a coordinate with the "
             "row before but never go back"
         )
+
+    @staticmethod
+    def _goes_on(last: Coordinates | None, new: Positions) -> bool:
+        """Whether these are text rows as `Positions.run` numbers them: what nearly all steps bring."""
+        first, *others = new.coords.tolist()
+        start = first[0]
+        alike = all(axis == first for axis in others)
+        return alike and start > (-1 if last is None else max(last)) and first == list(range(start, start + len(first)))
 
     @staticmethod
     def _reached(last: Coordinates | None, new: Positions) -> np.ndarray:

@@ -85,7 +85,7 @@ class Counters:
 class Sequence:
     """The state of one request while it runs.
 
-    rows       the prompt; fixed
+    rows       the prompt, `num_prompt` of them; fixed
     generated  token ids picked so far; the last one is not in the cache yet
     draft      guesses that it carries into its next step
     prefilled  prompt rows in the cache
@@ -109,6 +109,7 @@ class Sequence:
         self.id = id
         self.request = request
         self.rows = rows
+        self.num_prompt = len(rows)
         self.generated: list[int] = []
         self.draft: tuple[int, ...] = ()
         self.undrafted: str | None = None
@@ -131,10 +132,6 @@ class Sequence:
         self._text = ""
 
     # What follows is derived, never stored twice.
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.rows)
 
     @property
     def in_prefill(self) -> bool:
@@ -229,9 +226,11 @@ class Sequence:
 
     def _end_among(self, tokens: tuple[int, ...]) -> int:
         """Place of the token that ends the text, else of the last one."""
+        if not self.request.sampling.stop:
+            return next((i for i, token in enumerate(tokens) if token in self._eos), len(tokens) - 1)
         detokenizer, stops = self._detokenizer.copy(), self._stops.copy()
         for i, token in enumerate(tokens):
-            if token in self._eos or (self.request.sampling.stop and stops.push(detokenizer.push(token))[1]):
+            if token in self._eos or stops.push(detokenizer.push(token))[1]:
                 return i
         return len(tokens) - 1
 

@@ -10,7 +10,7 @@ Touches no layer mathematics.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from foreglance.batch import Held
+from foreglance.batch import Holding
 from foreglance.cache.kv import KV, KVSpec
 from foreglance.cache.recurrent import Recurrent, RecurrentSpec
 from foreglance.prompt import Coordinates
@@ -74,9 +74,10 @@ class SequenceCache:
         self.provisional = 0
         self.last: Coordinates | None = None
 
-    @property
-    def held(self) -> Held:
-        return Held(self.rows, self.last)
+    def make_room(self, num_rows: int) -> None:
+        """Room for `num_rows` rows of kernels in recurrent layers."""
+        for layer in self.recurrent:
+            layer.make_room(num_rows)
 
     def cut(self, start: int) -> Segment:
         """Copies of the committed rows from `start` on."""
@@ -118,9 +119,9 @@ class CacheStore:
     def __getitem__(self, sequence: int) -> SequenceCache:
         return self._sequences[sequence]
 
-    def held(self) -> dict[int, Held]:
+    def held(self) -> Mapping[int, Holding]:
         """What each sequence holds, for `batch.pack`."""
-        return {sequence: cache.held for sequence, cache in self._sequences.items()}
+        return self._sequences
 
     @property
     def pages_held(self) -> int:
@@ -145,7 +146,7 @@ class CacheStore:
         """
         cache = self._sequences[sequence]
         grown = -(-(cache.rows + num_rows) // PAGE) - (-(-(cache.rows + cache.provisional) // PAGE))
-        if self.pages_total is not None and self.pages_held + grown > self.pages_total:
+        if grown > 0 and self.pages_total is not None and self.pages_held + grown > self.pages_total:
             raise CacheFull(
                 f"sequence {sequence} needs {num_rows} rows, but {self.pages_held} of {self.pages_total} pages "
                 f"of {PAGE} rows are held; run fewer or shorter requests at once, or raise the context or the slots"

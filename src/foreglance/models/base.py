@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -40,7 +41,7 @@ class ModelSpec:
     image_token: int
     eos: frozenset[int]
 
-    @property
+    @cached_property
     def inputs(self) -> InputSpec:
         return InputSpec(self.vocab_size, self.hidden_size, None, self.rule)
 

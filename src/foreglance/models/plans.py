@@ -27,6 +27,7 @@ from foreglance.ops.base import Ops
 from foreglance.ops.native import Borrowed, Lines, NativeOps
 
 log = logging.getLogger(__name__)
+PART_CELLS = 4  # of `Few.table`, for each part
 
 
 @runtime_checkable
@@ -105,19 +106,26 @@ class Plan:
         self.token_ids = torch.empty(batch.num_rows, dtype=torch.int64)
         self.positions = torch.empty(batch.positions.shape, dtype=torch.int64)
         self.hidden = None if batch.hidden is None else torch.empty(batch.hidden.shape)
-        self.table = np.zeros(1 + 4 * batch.num_rows, np.int64)
+        self.table = np.zeros(1 + PART_CELLS * batch.num_rows, np.int64)
         self.record = Record()
         self.output: Tensor | None = None
         self.lines = Lines([])
         self.ids, self.coords = self.token_ids.numpy(), self.positions.numpy()
 
-    def load(self, batch: Batch, few: Few) -> None:
+    def load(self, batch: Batch, caches: Caches) -> None:
         """Put a batch's own values into the buffers."""
         self.ids[:] = batch.token_ids.numpy()
         self.coords[:] = batch.positions.numpy()
         if self.hidden is not None:
             self.hidden.copy_(batch.hidden)
-        self.table[: len(few.table)] = few.table
+        table, at = self.table, 1
+        table[0] = len(batch.parts)
+        for part, start in zip(batch.parts, batch.starts, strict=True):
+            holder, num_rows = caches[part.sequence], part.num_rows
+            holder.make_room(num_rows)
+            before = holder.rows + holder.provisional - num_rows
+            table[at : at + PART_CELLS] = start, num_rows, before, holder.addresses
+            at += PART_CELLS
 
     def bound(self, batch: Batch, few: Few) -> Batch:
         """The batch on this plan's buffers."""
@@ -380,11 +388,10 @@ class Plans:
                 return self._recorded(self.ops, batch, caches)
             self._met.add(num_rows)  # run once as it is, so that what kernels make of weights is there
             return self._forward(batch, caches)
-        few = batch.few(caches)
-        plan.load(batch, few)
+        plan.load(batch, caches)
         self.ops.run(plan.lines)
-        for part in few.parts:
-            for layer in part.holder.recurrent:
+        for part in batch.parts:
+            for layer in caches[part.sequence].recurrent:
                 layer.filled(part.num_rows)
         assert plan.output is not None
         return plan.output.clone()
@@ -445,7 +452,7 @@ class Plans:
 
     def _recorded(self, ops: NativeOps, batch: Batch, caches: Caches) -> Tensor:
         plan, few = Plan(batch), batch.few(caches)
-        plan.load(batch, few)
+        plan.load(batch, caches)
         try:
             with recording(plan.record, ops):
                 plan.output = self._forward(plan.bound(batch, few), caches)
