@@ -321,6 +321,11 @@ class Engine:
         return tuple(self._drafters)
 
     @property
+    def caches(self) -> Caches:
+        """The target's caches of what runs, by sequence; to look at."""
+        return self._store.caches()
+
+    @property
     def num_running(self) -> int:
         return len(self._scheduler.running)
 

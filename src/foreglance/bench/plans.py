@@ -38,7 +38,7 @@ def profile(engine: Engine, request: Request, depth: int = 3) -> list[PlanReport
         for _ in range(STEPS):
             engine.step()
         for who, model in _models(engine):
-            for num_rows, lines in model.plans.profile().items():
+            for num_rows, lines in model.plans.profile(engine.caches).items():
                 reports.setdefault((who, num_rows), PlanReport(who, num_rows, lines))
         if engine.picker is not None:
             for num_rows, lines in engine.picker.profile().items():

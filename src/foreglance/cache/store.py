@@ -123,6 +123,10 @@ class CacheStore:
         """What each sequence holds, for `batch.pack`."""
         return self._sequences
 
+    def caches(self) -> dict[int, SequenceCache]:
+        """Those that are open, by sequence id."""
+        return dict(self._sequences)
+
     @property
     def pages_held(self) -> int:
         return sum(-(-(cache.rows + cache.provisional) // PAGE) for cache in self._sequences.values())

@@ -396,9 +396,12 @@ class Plans:
         assert plan.output is not None
         return plan.output.clone()
 
-    def profile(self, times: int = 50) -> dict[int, list[PlanLine]]:
+    @torch.inference_mode()
+    def profile(self, caches: Caches, times: int = 50) -> dict[int, list[PlanLine]]:
         """By number of rows, what each recorded plan consists of and how long each line takes here. Repeats the last
-        step, so the sequences of that step must still be there; what they hold stays the same."""
+        step as if it came next, so its sequences must still be there, in `caches`; what they hold stays the same."""
+        for holder in caches.values():
+            holder.make_room(TILE)
         found: dict[int, list[PlanLine]] = {}
         for num_rows, plan in sorted(self._plans.items()):
             assert self.ops is not None
