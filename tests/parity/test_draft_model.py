@@ -79,7 +79,9 @@ def test_the_drafts_own_head_and_images_are_left_alone(folders):
 def test_tower_and_head_of_a_draft_are_not_read(name, head, monkeypatch):
     """Of a model with images only the text decoder drafts: no time and no memory for the rest."""
     read, take, take_all = [], Weights.take, Weights.take_all
-    monkeypatch.setattr(Weights, "take", lambda self, name, *shape: read.append(name) or take(self, name, *shape))
+    monkeypatch.setattr(
+        Weights, "take", lambda self, name, *shape, **kinds: read.append(name) or take(self, name, *shape, **kinds)
+    )
     monkeypatch.setattr(Weights, "take_all", lambda self, prefix: read.append(prefix) or take_all(self, prefix))
     for text_only in (False, True):
         read.clear()

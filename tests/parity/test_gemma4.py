@@ -9,7 +9,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from support.checkpoints import edit_config, edited
+from support.checkpoints import VIDEO, edit_config, edited
 from support.gemma import (
     CONVERSATIONS,
     DENSE,
@@ -157,6 +157,16 @@ def test_logits_of_every_row_are_those_of_transformers(made, sizes, name, plan):
     report(f"{sizes.name}, {name}, {plan} (logits from {expected.min():.1f} to {expected.max():.1f})", distance)
     assert expected.std() > 0.5
     assert distance < TOLERANCE
+
+
+@pytest.mark.parametrize("sizes", [DENSE, SHARED_WHOLE], ids=lambda sizes: sizes.name)
+def test_a_placeholder_without_a_picture_is_padding(made, sizes):
+    """Of a video, say, in a prompt of token ids: neither its embedding nor its per-layer input is its own."""
+    checkpoint, loaded = made(sizes)
+    dialogue = GemmaDialogue(checkpoint, CONVERSATIONS["text"], (VIDEO, 70, VIDEO, 71))
+    rows = engine_of(loaded).prepare(Request((), prompt=tuple(dialogue.token_ids)))
+    for plan in PLANS.values():
+        assert float((logits_of(loaded.target, rows, plan) - dialogue.logits).abs().max()) < TOLERANCE
 
 
 @sizes_param

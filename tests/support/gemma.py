@@ -66,6 +66,7 @@ class GemmaSizes:
     experts: int = 0
     whole_images: bool = False
     softcap: float | None = None
+    stretch: float = 1.0  # of positions on full layers
     standardize: bool = False
     clipped: bool = False
     stored: torch.dtype = torch.float32
@@ -93,6 +94,7 @@ MIXED = GemmaSizes(
     full_kv_heads=2,
     whole_images=True,
     tied_values=True,
+    stretch=3.0,
     standardize=True,
     stored=torch.bfloat16,
     seed=13,
@@ -133,7 +135,12 @@ def text_config(sizes: GemmaSizes) -> dict:
         "max_position_embeddings": 512,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000.0,
+                "factor": sizes.stretch,
+            },
         },
         "pad_token_id": 1,
         "eos_token_id": END,

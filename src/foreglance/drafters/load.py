@@ -18,8 +18,15 @@ from foreglance.drafters.ngram import NgramDrafter
 from foreglance.drafters.shared_cache import SharedCacheDrafter
 from foreglance.models import gemma4_assistant
 from foreglance.models.base import Target
-from foreglance.models.registry import Loaded, auto_config, load_model, load_tokenizer, model_type_of
-from foreglance.models.weights import find_model
+from foreglance.models.registry import (
+    Loaded,
+    auto_config,
+    check_small_files,
+    load_model,
+    load_tokenizer,
+    model_type_of,
+)
+from foreglance.models.weights import find_model, in_words, named
 from foreglance.ops.base import Ops
 from foreglance.settings import Settings
 
@@ -55,10 +62,12 @@ def load_second(name: str, settings: Settings, target: Loaded, instrument: Calla
     """A second model as the draft of `target`: an assistant that was made for it, or any supported text decoder with
     the same vocabulary. Whether they fit is checked before weights are read."""
     folder, spec = find_model(name), target.target.spec
-    if model_type_of(folder) == gemma4_assistant.FAMILY:
-        reader = gemma4_assistant.load(folder.name, folder, auto_config(folder), target.target)
-        return lambda around: SharedCacheDrafter(reader, around.target_store)
-    check_vocabulary(spec.name, target.tokenizer.get_vocab(), folder.name, load_tokenizer(folder).get_vocab())
+    with in_words(named(folder)):
+        check_small_files(folder)
+        if model_type_of(folder) == gemma4_assistant.FAMILY:
+            reader = gemma4_assistant.load(folder.name, folder, auto_config(folder), target.target)
+            return lambda around: SharedCacheDrafter(reader, around.target_store)
+        check_vocabulary(spec.name, target.tokenizer.get_vocab(), folder.name, load_tokenizer(folder).get_vocab())
     draft = load_model(name, settings, instrument, text_only=True).target
     if draft.spec.context < spec.context:
         log.warning(

@@ -33,7 +33,7 @@ from foreglance.models.layers import RotaryTable, default_inv_freq, rotary_table
 from foreglance.models.moe import Experts, Routing, expert_shapes
 from foreglance.models.plans import Plans
 from foreglance.models.vision import no_tower
-from foreglance.models.weights import Weights
+from foreglance.models.weights import FLOATS, Weights
 from foreglance.ops.base import Blocks, Ops, PackedLinear
 from foreglance.prompt import ImageInput, OneAxis
 
@@ -223,8 +223,8 @@ class Loader:
     def at(self, name: str) -> Loader:
         return Loader(self.ops, self.weights, f"{self.prefix}{name}.")
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        return self.weights.take(self.prefix + name, *shape)
+    def tensor(self, name: str, *shape: int, kinds: Sequence[torch.dtype] = FLOATS) -> Tensor:
+        return self.weights.take(self.prefix + name, *shape, kinds=kinds)
 
     def norm(self, name: str, size: int) -> Tensor:
         return self.tensor(f"{name}.weight", size).float()

@@ -27,7 +27,7 @@ from foreglance.models.gemma4 import SCALE, Gemma4, Layer, LayerShape, Loader, S
 from foreglance.models.layers import RotaryTable
 from foreglance.models.plans import NotRecordable, ReaderPlan
 from foreglance.models.reading import Lent, Read, ReaderSpec
-from foreglance.models.weights import Weights
+from foreglance.models.weights import INTEGERS, Weights
 from foreglance.ops.base import Ops
 from foreglance.ops.native import Borrowed, NativeOps
 from foreglance.request import MAX_DEPTH
@@ -86,7 +86,7 @@ class OrderedHead:
         masked = load.at("masked_embedding")
         self._centroids = masked.linear({"centroids": num_centroids}, hidden)
         self._table = load.tensor("model.embed_tokens.weight", vocab_size, hidden)
-        self._members = masked.tensor("token_ordering", vocab_size).long().view(num_centroids, -1)
+        self._members = masked.tensor("token_ordering", vocab_size, kinds=INTEGERS).long().view(num_centroids, -1)
 
     def __call__(self, state: Tensor) -> Tensor:
         scores = self._ops.linear(state, self._centroids, tiles_of(len(state), TILE))

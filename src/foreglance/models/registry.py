@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,16 @@ from foreglance.grammar import Grammars, hugging_face_vocabulary
 from foreglance.models import dense, gemma4, qwen3_5, qwen3_5_moe, step3p7
 from foreglance.models.base import ModelError, Target
 from foreglance.models.weight_cache import kept_within
-from foreglance.models.weights import find_model, num_weights, stored_format
+from foreglance.models.weights import (
+    SMALL,
+    find_model,
+    in_words,
+    named,
+    num_weights,
+    read_json,
+    stored_bytes,
+    stored_format,
+)
 from foreglance.ops.base import Ops
 from foreglance.ops.formats import BITS, FORMATS
 from foreglance.ops.numerics import SelfTest, choose, kernels_are_native
@@ -21,6 +29,11 @@ from foreglance.prompt import Prompter
 from foreglance.settings import Settings
 
 DEFAULT_CONTEXT = 32_768
+CONFIG = "config.json"
+SMALL_FILES = ("generation_config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the files that a tokenizer is made of
+MAX_LAYERS = 1000
+SLACK = 8  # numbers of a weight for each byte of the files: few bits each, and shapes that only some checkpoints have
 
 
 def auto_config(folder: Path) -> Any:
@@ -85,10 +98,7 @@ def family_of(model_type: str) -> Family:
 
 
 def model_type_of(folder: Path) -> str:
-    try:
-        return json.loads((folder / "config.json").read_text()).get("model_type", "")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{folder}/config.json is no config of a model ({error})") from error
+    return read_json(folder / CONFIG).get("model_type", "")
 
 
 def load_model(
@@ -99,15 +109,30 @@ def load_model(
     `instrument` may wrap the operations, e.g. to time them. `text_only` leaves vision tower and draft head unread.
     """
     folder = find_model(name)
-    family = family_of(model_type_of(folder))
-    try:
-        return _load(folder, family, settings, instrument, text_only)
-    except ModelError:
-        raise
-    except KeyError as error:
-        raise ModelError(f"{folder}: the config lacks {error}") from error
-    except (OSError, ValueError, TypeError) as error:  # what transformers says of broken files
-        raise ModelError(f"{folder}: {error}") from error
+    with in_words(named(folder)):
+        check_small_files(folder)
+        return _load(folder, family_of(model_type_of(folder)), settings, instrument, text_only)
+
+
+def check_small_files(folder: Path) -> None:
+    """What libraries will read of a checkpoint besides weights and tokenizer is JSON, and promises no million of
+    layers. Raises `ModelError` that names the file."""
+    read = {name: read_json(folder / name) for name in (CONFIG, *SMALL_FILES) if (folder / name).is_file()}
+    config = read.get(CONFIG, {})
+    for values in (config, config.get("text_config"), config.get("vision_config")):
+        layers = values.get("num_hidden_layers") if isinstance(values, dict) else None
+        if isinstance(layers, int) and not 0 < layers <= MAX_LAYERS:
+            raise ModelError(f"{folder / CONFIG}: num_hidden_layers is {layers}; 1 to {MAX_LAYERS} are read")
+
+
+def _check_sizes(folder: Path, shapes: set[tuple[int, int]], widths: set[int]) -> None:
+    """A config may promise anything: nothing is made of a size that the files cannot fill."""
+    stored = stored_bytes(folder)
+    for rows, columns in (*sorted(shapes), *((1, width) for width in sorted(widths))):
+        if min(rows, columns) < 1 or rows * columns > SLACK * stored + SMALL:
+            raise ModelError(
+                f"{folder / CONFIG} names a weight of {rows} by {columns} numbers, the weight files hold {stored} bytes"
+            )
 
 
 def _load(
@@ -116,11 +141,15 @@ def _load(
     config = family.read_config(folder)
     values = config.to_dict()
     text = values.get("text_config", values)
+    if text["max_position_embeddings"] < 2:
+        raise ModelError(f"{folder / CONFIG}: max_position_embeddings is {text['max_position_embeddings']}")
+    shapes, widths, *experts = family.shapes_of(values)
+    _check_sizes(folder, shapes, widths)
     weights = pick_weights(settings.weights, folder, str(values.get("dtype") or text.get("dtype")))
     of_drafts = settings.draft_weights
     if of_drafts == "auto":
         of_drafts = "q8" if settings.weights == "auto" else "same"
-    ops, report = choose(weights, *family.shapes_of(values), draft_weights=of_drafts)
+    ops, report = choose(weights, shapes, widths, *experts, draft_weights=of_drafts)
     tokenizer = load_tokenizer(folder)
     _check_tokenizer(tokenizer, text["vocab_size"], folder)
     context = min(settings.context or DEFAULT_CONTEXT, text["max_position_embeddings"])
@@ -149,7 +178,12 @@ def load_tokenizer(folder: Path) -> Any:
     """transformers' tokenizer of a checkpoint folder."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise ModelError(f"{folder} has no tokenizer, none of {', '.join(TOKENIZERS)}")
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises nothing more exact
+        raise ModelError(f"{folder}: its tokenizer cannot be read ({' '.join(str(error).split())})") from error
 
 
 def _check_tokenizer(tokenizer: Any, vocab_size: int, folder: Path) -> None:
@@ -166,7 +200,7 @@ def _check_tokenizer(tokenizer: Any, vocab_size: int, folder: Path) -> None:
 def end_tokens(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
     """Every token that ends an answer: the generation config's, else the config's, and the tokenizer's."""
     path = folder / "generation_config.json"
-    generation = json.loads(path.read_text()) if path.is_file() else {}
+    generation = read_json(path) if path.is_file() else {}
     text = config.get("text_config", config)
     named = generation.get("eos_token_id", text.get("eos_token_id"))
     ids = named if isinstance(named, list) else [named]

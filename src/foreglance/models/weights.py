@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +26,11 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 Hear = Callable[[str, int, int], None]
 _heard: ContextVar[Hear | None] = ContextVar("heard", default=None)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+INTEGERS = (torch.int64, torch.int32)
+MOST_A_BYTE = 2  # weights in a byte of a file, at most
 BYTES_A_WEIGHT = 2  # of published checkpoints, for how far a load is
+SMALL = 1 << 20  # numbers that are nothing to worry about
 EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 
 
@@ -84,6 +88,34 @@ def _download(name: str) -> Path:
         raise ModelError(f"model {name!r} is not cached and cannot be downloaded: {error}") from error
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """An object of a checkpoint's small files. Raises `ModelError` that names the file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is no JSON object ({error}); fetch it again") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} is no JSON object; fetch it again")
+    return values
+
+
+@contextmanager
+def in_words(where: Path) -> Iterator[None]:
+    """Whatever goes wrong within is the fault of the file or folder `where`: a `ModelError` of one line that names it.
+    For what libraries make of a checkpoint, which may be damaged in any way."""
+    try:
+        yield
+    except ModelError as error:
+        if str(where) in str(error):
+            raise
+        raise ModelError(f"{where}: {error}") from error
+    except KeyError as error:
+        raise ModelError(f"{where}: the config lacks {error}") from error
+    except Exception as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"{where} cannot be used: {words}") from error
+
+
 def stored_bytes(folder: Path) -> int:
     """Of a checkpoint's weight files."""
     from foreglance.models.gguf import folder as gguf
@@ -91,6 +123,13 @@ def stored_bytes(folder: Path) -> int:
     if (folder / gguf.POINTER).is_file():
         return gguf.stored_bytes(folder)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def named(folder: Path) -> Path:
+    """What a person calls a checkpoint: the GGUF file that a folder was laid out of, or the folder."""
+    from foreglance.models.gguf import folder as gguf
+
+    return gguf.model_file(folder) if (folder / gguf.POINTER).is_file() else folder
 
 
 def num_weights(folder: Path) -> float:
@@ -137,9 +176,7 @@ class SafeFiles:
     def _files(self) -> list[Path]:
         index = self._folder / INDEX
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            if any(Path(name).name != name for name in names):
-                raise ModelError(f"{index} names a shard outside its folder")
+            names = _shards(index)
         elif (self._folder / SINGLE).is_file():
             names = [SINGLE]
         else:
@@ -162,10 +199,22 @@ class SafeFiles:
         return tuple(self._handles[self._place[name]].get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        return self._handles[self._place[name]].get_tensor(name)
+        """In memory of its own: a view of the mapped file would end the process once somebody cuts the file."""
+        return self._handles[self._place[name]].get_tensor(name).clone()
 
     def close(self) -> None:
         self._stack.close()
+
+
+def _shards(index: Path) -> list[str]:
+    """Names of the shards of an index, which may name files of its own folder only."""
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+        raise ModelError(f"{index} is no index of shards: it has no weight_map of names; fetch it again")
+    names = sorted(set(placed.values()))
+    if any(Path(name).name != name for name in names):
+        raise ModelError(f"{index} names a shard outside its folder")
+    return names
 
 
 def open_tensors(folder: Path) -> TensorSource:
@@ -189,7 +238,8 @@ def heard_by(hear: Hear) -> Iterator[None]:
 class Weights:
     """The tensors of a checkpoint folder, handed out once each.
 
-    `take` notes what is missing or mis-shaped and goes on, so that `finish` can name everything that is wrong at once.
+    `take` notes what is missing, mis-shaped or of another kind of number and goes on, so that `finish` can name
+    everything that is wrong at once.
     """
 
     def __init__(self, folder: Path):
@@ -200,6 +250,8 @@ class Weights:
         self._taken: set[str] = set()
         self._missing: list[str] = []
         self._misshaped: list[str] = []
+        self._mistyped: list[str] = []
+        self._made_up = 0  # numbers of stand-ins
         self._hear, self._read = _heard.get(), 0
         self._total = stored_bytes(folder)
         self._kept = cache_of(folder, self._total)
@@ -219,23 +271,40 @@ class Weights:
         self._names = [name for name in self._names if not name.startswith(tuple(prefixes))]
         self._known = set(self._names)
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor, as it is stored; zeros in its place if it is missing or has another shape (see `finish`)."""
+    def take(self, name: str, *shape: int, kinds: Sequence[torch.dtype] = FLOATS) -> Tensor:
+        """The tensor, as it is stored; zeros in its place if it is missing, has another shape or none of the `kinds` of
+        numbers (see `finish`)."""
         if name not in self._known:
             self._missing.append(f"{name} {list(shape)}")
-            return torch.zeros(shape)
+            return self._stand_in(shape)
         self._taken.add(name)
         tensor = self._read_in(name)
         if tuple(tensor.shape) != shape:
             self._misshaped.append(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
-            return torch.zeros(shape)
-        return tensor
+            return self._stand_in(shape)
+        return tensor if self._is_of(kinds, name, tensor) else self._stand_in(shape)
+
+    def _is_of(self, kinds: Sequence[torch.dtype], name: str, tensor: Tensor) -> bool:
+        if tensor.dtype not in kinds:
+            expected = ", ".join(str(kind).removeprefix("torch.") for kind in kinds)
+            self._mistyped.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, expected one of {expected}")
+        return tensor.dtype in kinds
+
+    def _stand_in(self, shape: tuple[int, ...]) -> Tensor:
+        """Zeros. A config may promise anything, so they may not take more than what the files hold would."""
+        self._made_up += prod(shape)
+        if self._made_up > MOST_A_BYTE * self._total + SMALL:
+            self._refuse([])
+        return torch.zeros(shape)
 
     def take_all(self, prefix: str) -> dict[str, Tensor]:
         """Every tensor under a prefix, by the rest of its name: for parts whose shapes another library checks."""
         names = list(self.names(prefix))
         self._taken.update(names)
-        return {name[len(prefix) :]: self._read_in(name) for name in names}
+        found = {name: self._read_in(name) for name in names}
+        for name, tensor in found.items():
+            self._is_of(FLOATS, name, tensor)
+        return {name[len(prefix) :]: tensor for name, tensor in found.items()}
 
     def packed(self, ops: Ops, names: Sequence[str], make: Callable[[], Tensor]) -> PackedLinear:
         """What `make` makes of these tensors alone, packed for `ops`. If that was kept on disk it comes from there, and
@@ -251,7 +320,7 @@ class Weights:
         kept = self._kept.find(format, names)
         if kept is None:
             made = [ops.pack_linear(weight) for weight in make()]
-            if not (self._missing or self._misshaped):
+            if not (self._missing or self._misshaped or self._mistyped):
                 self._kept.keep(format, names, made)
             return made
         self._taken.update(names)
@@ -269,16 +338,20 @@ class Weights:
             self._hear(self._folder.name, min(self._read, self._total), self._total)
 
     def finish(self, may_stay: Callable[[str], bool] = lambda name: False) -> None:
-        """Close the files; raise `ModelError` naming every missing, mis-shaped and left-over tensor."""
+        """Close the files; raise `ModelError` naming every missing, mis-shaped, mistyped and left-over tensor."""
         self._source.close()
         if self._kept is not None:
             self._kept.close()
         self._read = self._total
         self._tell()
-        left = sorted(name for name in self._names if name not in self._taken and not may_stay(name))
+        self._refuse(sorted(name for name in self._names if name not in self._taken and not may_stay(name)))
+
+    def _refuse(self, left: Sequence[str]) -> None:
+        """Raise if anything is wrong."""
         problems = [
             _listed("missing", self._missing),
             _listed("mis-shaped", self._misshaped),
+            _listed("mistyped", self._mistyped),
             _listed("left over", left),
         ]
         if any(problems):

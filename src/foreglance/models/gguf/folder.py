@@ -24,6 +24,7 @@ from foreglance.models.gguf import dense, gemma4, qwen3_5, step35
 from foreglance.models.gguf.file import GgufFile, Stored
 from foreglance.models.gguf.naming import Spelling
 from foreglance.models.gguf.tokens import token_list, write_tokenizer
+from foreglance.models.weights import in_words
 
 POINTER = "gguf-files.json"
 SUFFIX = ".gguf"
@@ -32,6 +33,7 @@ FAMILIES: dict[str, ModuleType] = {
 }
 FORMATS = {"F32": "fp32", "F64": "fp32", "F16": "fp16", "BF16": "fp16"}  # beside the quantised types
 FOUR_BITS = ("Q4", "Q3", "Q2", "IQ", "TQ", "MXFP4", "NVFP4")  # of four bits or fewer; the rest go to eight
+COUNTS = (".block_count", ".nextn_predict_layers")  # of layers, each of which has tensors
 COMPUTED = ("rope_freqs.weight",)  # read with the metadata
 
 
@@ -52,7 +54,8 @@ def lay_out(model: Path, mmproj: Path | None = None, draft: Path | None = None) 
     """A hub folder for a target's file, a vision tower's and an MTP block's; the same one while the files stay as they
     are. Without `mmproj` the one that lies in the model's folder is taken. Raises `ModelError`."""
     paths = model, mmproj or _beside(model), draft
-    return _lay_out(*paths, stamp=tuple(_stamp(path) for path in paths if path is not None))
+    with in_words(model):
+        return _lay_out(*paths, stamp=tuple(_stamp(path) for path in paths if path is not None))
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -76,9 +79,11 @@ def _lay_out(model: Path, mmproj: Path | None, draft: Path | None, stamp: tuple[
     folder.mkdir()
     write_tokenizer(file, folder)
     if mmproj is not None:
-        tower = GgufFile(mmproj)
-        config["vision_config"] = family.vision_config_of(tower)
-        (folder / "preprocessor_config.json").write_text(json.dumps(family.processor_of(tower)))
+        with in_words(mmproj):
+            tower = GgufFile(mmproj)
+            _check_counts(tower)
+            config["vision_config"] = family.vision_config_of(tower)
+            (folder / "preprocessor_config.json").write_text(json.dumps(family.processor_of(tower)))
     if draft is not None:
         _check_draft(file, GgufFile(draft), family)
         config = family.with_heads(config, family.num_heads(GgufFile(draft)))
@@ -90,10 +95,18 @@ def _lay_out(model: Path, mmproj: Path | None, draft: Path | None, stamp: tuple[
 
 def _family(file: GgufFile) -> ModuleType:
     arch = file.need("general.architecture")
+    _check_counts(file)
     if arch not in FAMILIES:
         hint = "; it is a vision tower, give it with --mmproj" if arch == "clip" else ""
         raise ModelError(f"{file.path}: architecture {arch!r} is not supported, {', '.join(FAMILIES)} are{hint}")
     return FAMILIES[arch]
+
+
+def _check_counts(file: GgufFile) -> None:
+    """A file may promise any number of layers: no more are believed than it has tensors."""
+    for key, count in file.meta.items():
+        if key.endswith(COUNTS) and not (isinstance(count, int) and 0 <= count <= len(file.tensors)):
+            raise ModelError(f"{file.path}: {key} is {count!r}, the file has {len(file.tensors)} tensors")
 
 
 def _beside(model: Path) -> Path | None:
@@ -148,6 +161,11 @@ def _matrices(folder: Path) -> list[Stored]:
 def files_of(folder: Path) -> list[Path]:
     """The GGUF files of a laid-out folder; none for another one."""
     return sorted(_paths(folder).values()) if (folder / POINTER).is_file() else []
+
+
+def model_file(folder: Path) -> Path:
+    """The target's file of a laid-out folder."""
+    return _paths(folder)["model"]
 
 
 def _paths(folder: Path) -> dict[str, Path]:
