@@ -30,5 +30,10 @@ def test_the_transcript_runs(served):
 
 def test_every_field_that_is_named_is_known_or_refused_on_purpose():
     table = PAGE.split("## What is taken and what is refused")[1].split("Every answer carries")[0]
-    named = {name for name in re.findall(r"`([a-z_]+)`", table)} - {"image_url", "input_image", "drafted"}
+    named = {name for name in re.findall(r"`([a-z_]+)`", table)} - {
+        "image_url",
+        "input_image",
+        "function_call_output",
+        "drafted",
+    }
     assert named <= known_fields() | set(UNSUPPORTED) | {"include_usage"}, named

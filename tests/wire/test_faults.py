@@ -221,6 +221,11 @@ def ask_at(client, endpoint: str, stream: bool):
     return list(answer) if stream else answer
 
 
+def test_an_idle_connection_outlives_the_pools_of_clients(served):
+    """Closed by both at the same time, it once was closed under a request that had just been sent on it."""
+    assert 2 * openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry < served.server.config.timeout_keep_alive
+
+
 @contextmanager
 def breaking(engine, monkeypatch, *, for_good: bool):
     """Armed, the next step fails outside of any forward; `for_good`: and what it leaves is not whole."""

@@ -15,6 +15,7 @@ from foreglance.serve.openai import (
     Json,
     Surroundings,
     check_together,
+    check_tools,
     grammar_of,
     message_of,
     num_choices,
@@ -22,9 +23,10 @@ from foreglance.serve.openai import (
     sampling_of,
     speculation_of,
     timings_of,
+    tool_object,
     usage_of,
 )
-from foreglance.serve.schema import AssistantMessage, ChatBody, NamedTool, Tool, ToolMessage
+from foreglance.serve.schema import AssistantMessage, ChatBody, NamedTool, ToolMessage
 from foreglance.serve.tools import CallDelta
 
 
@@ -56,7 +58,7 @@ def request_of(body: ChatBody, around: Surroundings) -> Request:
         ),
         speculation_of(body.speculative, around.speculation),
         grammar=grammar_of(body.response_format),
-        tools=tuple(tool_object(tool) for tool in tools),
+        tools=tuple(tool_object(tool.function) for tool in tools),
         tool_choice=choice.function.name if isinstance(choice, NamedTool) else choice or "auto",
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_options=body.chat_template_kwargs or {},
@@ -75,33 +77,13 @@ def _message(message: Any, path: str, around: Surroundings) -> Message:
     return message_of(message, path, around.images, **more)
 
 
-def tool_object(tool: Tool) -> Json:
-    """A tool as chat templates read it."""
-    function = tool.function.model_dump(exclude_none=True, exclude={"strict"})
-    return {"type": "function", "function": function}
-
-
 def _check_together(body: ChatBody) -> None:
     check_together(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs", "has no meaning without logprobs: true")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise refused("max_completion_tokens", "is the same as max_tokens; give one of them")
-    _check_tools(body)
-
-
-def _check_tools(body: ChatBody) -> None:
-    if body.tools is None:
-        for name in ("tool_choice", "parallel_tool_calls"):
-            if vars(body)[name] not in (None, "none", "auto"):
-                raise refused(name, "has no meaning without tools")
-    held = body.parallel_tool_calls is False or body.tool_choice not in (None, "auto", "none")
-    for i, tool in enumerate(body.tools or ()):
-        if tool.function.strict and not held:
-            raise refused(
-                f"tools[{i}].function.strict",
-                "is kept to only where tool_choice forces a call, or with parallel_tool_calls: false",
-            )
+    check_tools(body, [(f"tools[{i}].function", tool.function) for i, tool in enumerate(body.tools or ())])
 
 
 class Choice:
@@ -153,10 +135,10 @@ class ChatReply:
     ends_with_done = True
 
     def __init__(self, body: ChatBody, around: Surroundings):
-        self._around = around
+        self._body, self._around = body, around
         self._logprobs, self._tokens = bool(body.logprobs), bool(body.return_tokens)
         self._usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._tools = [] if body.tool_choice == "none" else [tool_object(tool) for tool in body.tools or ()]
+        self._tools = [] if body.tool_choice == "none" else [tool_object(tool.function) for tool in body.tools or ()]
         self._choices: list[Choice] = []
 
     def prepared(self, states: Sequence[ReasoningState]) -> None:
@@ -174,21 +156,21 @@ class ChatReply:
             chunks.append(self._chunk(index, self._delta(index, delta), None, event))
         if choice.result is not None:
             last = self._chunk(index, {}, choice.finish_reason)
-            chunks.append(last | {"timings": timings_of([choice.result])})
+            chunks.append(last | {"timings": self._timings([choice.result])})
         return chunks
 
     def end(self) -> list[Json]:
         if not self._usage:
             return []
         head = self._head("chat.completion.chunk") | {"choices": []}
-        return [head | {"usage": self._usage_sum, "timings": timings_of(self._results)}]
+        return [head | {"usage": self._usage_sum, "timings": self._timings(self._results)}]
 
     def failed(self, error: ApiError) -> list[Json]:
         return [error.body()]
 
     def whole(self) -> Json:
         answer = self._head("chat.completion") | {"choices": [self._whole_choice(i) for i in range(len(self._choices))]}
-        answer |= {"usage": self._usage_sum, "timings": timings_of(self._results)}
+        answer |= {"usage": self._usage_sum, "timings": self._timings(self._results)}
         return answer | ({"tokens": token_list(self._choices[0].tokens)} if self._tokens else {})
 
     @property
@@ -196,6 +178,9 @@ class ChatReply:
         usage = usage_of(self._results, len(self._choices))
         reasoning = sum(choice.num_reasoning for choice in self._choices)
         return usage | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
+
+    def _timings(self, results: Sequence[Result]) -> Json:
+        return timings_of(results, self._body, self._around)
 
     @property
     def _results(self) -> list[Result]:

@@ -79,7 +79,7 @@ class CompletionReply:
     ends_with_done = True
 
     def __init__(self, body: CompletionBody, around: Surroundings, num_answers: int, n: int):
-        self._around, self._n = around, n
+        self._body, self._around, self._n = body, around, n
         self._logprobs, self._tokens = body.logprobs is not None, bool(body.return_tokens)
         self._usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._choices = [Text() for _ in range(num_answers)]
@@ -101,7 +101,7 @@ class CompletionReply:
             chunk["usage"] = None
         if self._tokens:
             chunk |= step_of(event)
-        return [chunk | ({"timings": timings_of([choice.result])} if choice.result is not None else {})]
+        return [chunk | ({"timings": self._timings([choice.result])} if choice.result is not None else {})]
 
     def end(self) -> list[Json]:
         return [self._head | {"choices": []} | self._sums] if self._usage else []
@@ -120,7 +120,10 @@ class CompletionReply:
     @property
     def _sums(self) -> Json:
         results: list[Result] = [choice.result for choice in self._choices]
-        return {"usage": usage_of(results, self._n), "timings": timings_of(results)}
+        return {"usage": usage_of(results, self._n), "timings": self._timings(results)}
+
+    def _timings(self, results: Sequence[Result]) -> Json:
+        return timings_of(results, self._body, self._around)
 
     @property
     def _head(self) -> Json:

@@ -46,7 +46,9 @@ class Host:
         self.engine, self.settings = engine, settings
         self.model = engine.target.spec.name
         self.names = (self.model, *settings.aliases)
-        self.metrics = Metrics(self.model, lambda: engine.num_running, lambda: engine.num_waiting)
+        self.metrics = Metrics(
+            self.model, lambda: engine.num_running, lambda: engine.num_waiting, lambda: engine.cached_bytes
+        )
         self.remote = Remote(settings.max_body)
         self.started = int(time.time())
 
@@ -86,7 +88,7 @@ class Host:
             speculation=self.settings.speculation,
             context=self.engine.context,
             choices=self.settings.choices,
-            seed=secrets.randbits(63),
+            seed=secrets.randbits(53),  # told to clients, some of which read numbers as doubles
             now=int(time.time()),
             id=uuid.uuid4().hex,
             piece=self.engine.piece,

@@ -18,7 +18,7 @@ TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1
 class Metrics:
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, model: str, running: Callable[[], int], waiting: Callable[[], int]):
+    def __init__(self, model: str, running: Callable[[], int], waiting: Callable[[], int], kept: Callable[[], int]):
         self._registry = registry = CollectorRegistry()
 
         def counter(name: str, words: str, *labels: str) -> Counter:
@@ -43,6 +43,7 @@ class Metrics:
         self._between = histogram("token_seconds", "Mean time between the tokens of an answer", TOKEN_SECONDS)
         gauge("requests_running", "Sequences in a slot", running)
         gauge("requests_waiting", "Sequences that wait for a slot", waiting)
+        gauge("prefix_cache_bytes", "Memory that rows kept for later requests take", kept)
         Info("foreglance_build", "What is served", registry=registry).info({"version": __version__, "model": model})
 
     def ended(self, result: Result) -> None:

@@ -19,12 +19,17 @@ from foreglance.chat_format import ChatFormat, ReasoningState
 from foreglance.request import Event, Grammar, Image, Message, Request, Result, SamplingParams, Speculation, Text
 from foreglance.serve.errors import ApiError, refused
 from foreglance.serve.schema import (
+    CallItem,
+    CallOutputItem,
+    ChatBody,
     ChoicesBody,
+    Function,
     ImagePart,
     InputImage,
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
+    ResponseBody,
     SamplingBody,
     Speculative,
 )
@@ -150,12 +155,17 @@ def sampling_of(body: SamplingBody, around: Surroundings, max_tokens: int | None
     return SamplingParams(
         max_tokens=around.context if max_tokens is None else max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
-        seed=around.seed if body.seed is None else body.seed % 2**64,
+        seed=seed_of(body, around),
         stop=_stops(body.stop),
         logit_bias=_bias(body.logit_bias or {}),
         **given,
         **more,
     )
+
+
+def seed_of(body: SamplingBody, around: Surroundings) -> int:
+    """The body's, or the one that was drawn for it."""
+    return around.seed if body.seed is None else body.seed % 2**64
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -176,6 +186,27 @@ def grammar_of(format: Any) -> Grammar | None:
     if isinstance(format, JsonSchemaFormat):
         format = format.json_schema
     return Grammar("json_schema", json.dumps(format.schema_)) if isinstance(format, JsonSchema) else None
+
+
+def check_tools(body: ChatBody | ResponseBody, functions: Sequence[tuple[str, Function]]) -> None:
+    """(path of the field, function) of each tool."""
+    if body.tools is None:
+        for name in ("tool_choice", "parallel_tool_calls"):
+            if vars(body)[name] not in (None, "none", "auto"):
+                raise refused(name, "has no meaning without tools")
+    held = body.parallel_tool_calls is False or body.tool_choice not in (None, "auto")
+    for path, function in functions:
+        if function.strict and not held:
+            raise refused(
+                f"{path}.strict",
+                "is kept to only where tool_choice forces or forbids a call, or with parallel_tool_calls: false",
+            )
+
+
+def tool_object(function: Function) -> Json:
+    """A tool as chat templates read it."""
+    told = function.model_dump(exclude_none=True, include={"name", "description", "parameters"})
+    return {"type": "function", "function": told}
 
 
 def speculation_of(body: Speculative | None, default: Speculation) -> Speculation:
@@ -221,7 +252,7 @@ def is_remote(url: str) -> bool:
 def remote_urls(name: str, messages: Sequence[Any]) -> Iterator[tuple[str, str]]:
     """(path of the field, address) of each image that must be fetched for the messages in field `name`."""
     for i, message in enumerate(messages):
-        content = message.content
+        content = None if isinstance(message, CallItem | CallOutputItem) else message.content
         for j, part in enumerate(content if isinstance(content, list) else ()):
             address = image_address(part, f"{name}[{i}].content[{j}]")
             if address is not None and is_remote(address[1]):
@@ -258,8 +289,9 @@ def usage_of(results: Sequence[Result], n: int) -> Json:
     }
 
 
-def timings_of(results: Sequence[Result]) -> Json:
-    """What llama-server's users know, then acceptance by depth. Counts and times are sums over the choices."""
+def timings_of(results: Sequence[Result], body: SamplingBody, around: Surroundings) -> Json:
+    """What llama-server's users know, then acceptance by depth. Counts and times are sums over the choices. `seed`
+    gives the same answer again; null where nothing was drawn."""
     all_timings = [result.timings for result in results]
     cached = sum(t.cached_rows for t in all_timings)
     prompt = sum(t.prompt_tokens for t in all_timings) - cached
@@ -286,6 +318,7 @@ def timings_of(results: Sequence[Result]) -> Json:
         "accepted_by_depth": accepted,
         "acceptance_by_depth": [a / d if d else None for a, d in zip(accepted, drafted, strict=True)],
         "tokens_per_step": decoded / steps if steps else None,
+        "seed": None if body.temperature == 0 else seed_of(body, around),
         "image_n": sum(t.image_rows for t in all_timings),
         "draft": results[0].draft.kind,
         "draft_depth": results[0].draft.depth,

@@ -16,6 +16,8 @@ from fastapi import FastAPI
 from foreglance.request import RequestError
 
 LAST_WORDS = 5  # seconds, after the grace, for the error answers to go out
+KEEP_ALIVE = 75  # seconds that an idle connection stays open: longer than clients keep one, so that none is closed here
+# in the moment in which a client sends its next request on it
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -43,6 +45,7 @@ class Server(uvicorn.Server):
                 log_level="info" if access_log else "warning",
                 access_log=access_log,
                 server_header=False,
+                timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=int(grace) + LAST_WORDS,
             )
         )

@@ -29,11 +29,9 @@ UNSUPPORTED = {
     **dict.fromkeys(("best_of", "suffix", "echo"), LEAVE_OUT),
     **dict.fromkeys(("background", "conversation", "previous_response_id", "context_management"), NO_STORE),
     **dict.fromkeys(("max_tool_calls", "prompt", "include"), LEAVE_OUT),
+    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "use /v1/chat/completions or /v1/responses"),
     "reasoning_effort": "use reasoning_budget and chat_template_kwargs",
     "reasoning": "use reasoning_budget and chat_template_kwargs",
-    "tools": "tools are served by /v1/chat/completions",
-    "tool_choice": "tools are served by /v1/chat/completions",
-    "parallel_tool_calls": "tools are served by /v1/chat/completions",
     "response_format.json_schema.description": "say it in a message",
     "text.format.description": "say it in a message",
     "n_predict": "use max_tokens",
@@ -302,14 +300,54 @@ class ReasoningItem(Body):
     encrypted_content: None = None
 
 
+class CallItem(Body):
+    """A call that an earlier answer made, as it was given."""
+
+    type: Literal["function_call"]
+    call_id: String
+    name: String
+    arguments: String = Field(description="The text of a JSON object.")
+    id: String | None = None
+    status: String | None = None
+
+
+class CallOutputItem(Body):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: String
+    output: String | list[InputText]
+    id: String | None = None
+    status: String | None = None
+
+
+ITEMS = ("reasoning", "function_call", "function_call_output")
+
+
 def _item_kind(item: Any) -> str:
     kind = item.get("type") if isinstance(item, dict) else item.type
-    return "reasoning" if kind == "reasoning" else "message"
+    return kind if kind in ITEMS else "message"
 
 
 InputItem = Annotated[
-    Annotated[InputMessage, Tag("message")] | Annotated[ReasoningItem, Tag("reasoning")], Discriminator(_item_kind)
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")],
+    Discriminator(_item_kind),
 ]
+
+
+class OfFunctions(Body):
+    type: Literal["function"]
+
+
+class FunctionTool(Function, OfFunctions):
+    """A tool as responses name it: one level less than chat."""
+
+
+class NamedFunctionTool(NamedFunction, OfFunctions):
+    """The one that must be called."""
 
 
 class NamedSchemaFormat(JsonSchema):
@@ -324,6 +362,9 @@ class ResponseBody(SamplingBody):
     input: String | Annotated[list[InputItem], Field(min_length=1)]
     instructions: String | None = Field(None, description="A system message in front of the input.")
     max_output_tokens: int | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: JsonObject | None = Field(None, description="Variables that the chat template reads.")
     reasoning_budget: int | None = Field(None, description="Tokens of reasoning after which the answer begins.")
     metadata: dict[String, String] | None = Field(None, description="Given back with the answer.")

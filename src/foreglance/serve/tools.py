@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -120,19 +120,18 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-class _XmlReader:
-    """Qwen3.5, Step-3.7: <function=name> <parameter=key> value </parameter> ... </function> </tool_call>."""
+class _StagedReader:
+    """Reads a call in stages: each takes what it can of `_text`, gives the arguments that it completes, and may name
+    the next one. The last one takes the word that ends a call, which may be missing."""
 
-    def __init__(self, schemas: Mapping[str, Schema]):
+    _tags = CALL
+
+    def __init__(self, first: Callable[[], str]) -> None:
         self.name: str | None = None
         self.rest: str | None = None
         self.failed = False
-        self._schemas = schemas
         self._text = ""
-        self._stage = self._name
-        self._num_values = 0
-        self._as_text = False
-        self._begun = False  # the value has lost its line break
+        self._stage = first
 
     def push(self, text: str) -> str:
         self._text += text
@@ -143,6 +142,25 @@ class _XmlReader:
             if self._stage == stage and len(self._text) == size:
                 break
         return arguments
+
+    def _last(self) -> str:
+        self._text = self._text.lstrip()
+        if self._text.startswith(self._tags.end):
+            self.rest = self._text[len(self._tags.end) :]
+        elif not self._tags.end.startswith(self._text):
+            self.rest = self._text
+        return ""
+
+
+class _XmlReader(_StagedReader):
+    """Qwen3.5, Step-3.7: <function=name> <parameter=key> value </parameter> ... </function> </tool_call>."""
+
+    def __init__(self, schemas: Mapping[str, Schema]):
+        super().__init__(self._name)
+        self._schemas = schemas
+        self._num_values = 0
+        self._as_text = False
+        self._begun = False  # the value has lost its line break
 
     def _name(self) -> str:
         self._text = self._text.lstrip()
@@ -167,7 +185,7 @@ class _XmlReader:
         if word == words[0]:
             return self._key(at + len(word))
         self._text = self._text[at + len(word) :] if word == words[1] else self._text[at:]
-        self._stage = self._end
+        self._stage = self._last
         return "}" if self._num_values else "{}"
 
     def _key(self, start: int) -> str:
@@ -198,14 +216,6 @@ class _XmlReader:
         held = max(overlap(self._text, "\n</parameter>"), overlap(self._text, "</parameter>"))
         safe, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
         return _escaped(safe)
-
-    def _end(self) -> str:
-        self._text = self._text.lstrip()
-        if self._text.startswith(CALL.end):
-            self.rest = self._text[len(CALL.end) :]
-        elif not CALL.end.startswith(self._text):
-            self.rest = self._text
-        return ""
 
 
 def json_value(text: str, schema: Schema) -> str:
@@ -251,30 +261,22 @@ def _has_room(value: Any, schema: Schema) -> bool:
     return kinds is None or any(kind in named for kind in _KINDS[type(value)])
 
 
-class _JsonReader:
+class _JsonReader(_StagedReader):
     """Hermes, Qwen3: {"name": name, "arguments": {...}} </tool_call>. Arguments stream if the name comes first."""
 
     _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("[^"\\]*")\s*,\s*"arguments"\s*:\s*(?=\{)')
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        self.rest: str | None = None
-        self.failed = False
-        self._text = ""
-        self._stage = self._head
+        super().__init__(self._head)
         self._end = _JsonEnd()
         self._seen = 0  # of the text, what `_end` has looked at
-
-    def push(self, text: str) -> str:
-        self._text += text
-        return self._stage()
 
     def _head(self) -> str:
         head = self._HEAD.match(self._text)
         if head is not None:
             self.name, self._text = json.loads(head[1]), self._text[head.end() :]
             self._stage, self._end = self._arguments, _JsonEnd()
-            return self._arguments()
+            return ""
         begun = self._text.lstrip()
         if begun and begun[0] != "{":
             self.failed = True
@@ -296,8 +298,8 @@ class _JsonReader:
             self.failed = True
             return ""
         self.name, self._text = name, self._text[end:]
-        self._stage = self._tag
-        return json.dumps(arguments, ensure_ascii=False) + self._tag()
+        self._stage = self._last
+        return json.dumps(arguments, ensure_ascii=False)
 
     def _arguments(self) -> str:
         text, end = self._text, self._end.push(self._text)
@@ -305,7 +307,7 @@ class _JsonReader:
             self._text = ""
             return text
         self._text, self._end, self._stage = text[end:], _JsonEnd(depth=1), self._remainder
-        return text[:end] + self._remainder()
+        return text[:end]
 
     def _remainder(self) -> str:
         """What stands in the call behind its arguments."""
@@ -313,15 +315,7 @@ class _JsonReader:
         self._text = "" if end is None else self._text[end:]
         if end is None:
             return ""
-        self._stage = self._tag
-        return self._tag()
-
-    def _tag(self) -> str:
-        self._text = self._text.lstrip()
-        if self._text.startswith(CALL.end):
-            self.rest = self._text[len(CALL.end) :]
-        elif not CALL.end.startswith(self._text):
-            self.rest = self._text
+        self._stage = self._last
         return ""
 
 
@@ -351,30 +345,17 @@ class _JsonEnd:
         return None
 
 
-class _GemmaReader:
+class _GemmaReader(_StagedReader):
     """Gemma-4: call:name{key:<|"|>text<|"|>,key:1,key:[...],key:{...}} <tool_call|>."""
 
+    _tags = GEMMA_CALL
     _HEAD = re.compile(r"\s*call:([^{\s]*)\s*\{")
     _BEGIN = re.compile(r"\s*(c(a(l(l(:([^{\s]*\s*)?)?)?)?)?)?\Z")
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        self.rest: str | None = None
-        self.failed = False
-        self._text = ""
+        super().__init__(self._name)
         self._stack: list[str] = []
         self._comma = ""
-        self._stage = self._name
-
-    def push(self, text: str) -> str:
-        self._text += text
-        arguments = ""
-        while not self.failed and self.rest is None:
-            stage, size = self._stage, len(self._text)
-            arguments += self._stage()
-            if self._stage == stage and len(self._text) == size:
-                break
-        return arguments
 
     def _name(self) -> str:
         head = self._HEAD.match(self._text)
@@ -403,7 +384,7 @@ class _GemmaReader:
     def _shut(self) -> str:
         self._text, self._comma = self._text[1:], ""
         bracket = "}" if self._stack.pop() == "{" else "]"
-        self._stage = self._next if self._stack else self._end
+        self._stage = self._next if self._stack else self._last
         return bracket
 
     def _key(self) -> str:
@@ -459,12 +440,4 @@ class _GemmaReader:
             return self._shut()
         self._text = self._text[1:] if self._text[0] == "," else self._text
         self._comma, self._stage = ", ", self._first
-        return ""
-
-    def _end(self) -> str:
-        self._text = self._text.lstrip()
-        if self._text.startswith(GEMMA_CALL.end):
-            self.rest = self._text[len(GEMMA_CALL.end) :]
-        elif not GEMMA_CALL.end.startswith(self._text):
-            self.rest = self._text
         return ""
