@@ -14,7 +14,7 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.toy import END, ask, picture, run, talk, toy_engine, toy_target
+from support.toy import END, ByteTokenizer, ask, picture, run, talk, toy_engine, toy_target
 from support.toy_chain import chained_target
 
 from foreglance import Message, Speculation
@@ -39,16 +39,16 @@ SAMPLINGS = (  # of texts that end at their length, at a stop string, at the end
     {},
     {"temperature": 0.9, "seed": 1},
     {"temperature": 1.0, "top_k": 5, "presence_penalty": 0.5, "seed": 2},
-    {"stop": ("j/w", "rG ", "exex")},
-    {"temperature": 0.9, "seed": 1, "stop": ("<7#", "Pi-", "nothing like it")},
-    {"logit_bias": {END: 5.0}},
     {"temperature": 0.9, "seed": 3, "logit_bias": {END: 2.5}},
-    {"temperature": 0.9, "seed": 1, "logit_bias": {END: 3.0}, "ignore_eos": True},
+    {"ignore_eos": True},
+    {"stop": ("rG ", "Pi-", "2j/")},
+    {"temperature": 0.9, "seed": 1, "stop": ("<7#", "Tm)", "nothing like it"), "ignore_eos": True},
 )
+ENDS = (END, *ByteTokenizer().encode("w"))  # a letter ends the text too, one that drafts often guess
 TARGETS = {
-    "one module, three axes": lambda: toy_target(rule=MRope()),
-    "whole images, one axis": lambda: toy_target(rule=OneAxis(), whole_images=True),
-    "chained modules": lambda: chained_target(MRope()),
+    "one module, three axes": lambda: toy_target(rule=MRope(), eos=ENDS),
+    "whole images, one axis": lambda: toy_target(rule=OneAxis(), whole_images=True, eos=ENDS),
+    "chained modules": lambda: chained_target(MRope(), eos=ENDS),
 }
 
 

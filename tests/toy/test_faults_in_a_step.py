@@ -5,7 +5,7 @@ import itertools
 import pytest
 from support.toy import ask, picture, run, toy_engine
 
-STATIONS = ("_reserve", "_pick", "_verify", "_commit", "_take", "_draft", "_settle")
+STATIONS = ("_part", "_reserve", "_pick", "_verify", "_commit", "_take", "_draft", "_settle")
 
 
 def requests():
