@@ -243,6 +243,7 @@ def test_a_target_with_nothing_to_read_is_refused(pair_of):
 def test_a_second_model_of_this_type_drafts_by_itself(pair_of):
     checkpoint, _, made, _ = pair_of(PAIR, FULL_HEAD)
     engine = Engine.load(str(checkpoint.folder), Settings(weights="fp32"), draft_model=str(made.folder))
-    result = engine.generate(Request(CONVERSATIONS["one image"], SamplingParams(max_tokens=12, ignore_eos=True)))[0]
+    request = Request(CONVERSATIONS["one image"], SamplingParams(max_tokens=12, ignore_eos=True), Speculation(depth=2))
+    result = engine.generate(request)[0]
     assert result.draft.kind == "assistant" and result.draft.model == made.folder.name
     assert sum(result.timings.drafted)

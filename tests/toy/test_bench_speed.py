@@ -186,7 +186,8 @@ def test_ratios_are_of_the_best_settings_run_by_run():
 
 
 def test_a_model_that_cannot_be_exported_leaves_llama_cpp_out(tmp_path):
-    files, why = peers.files_for("tiny-text", None, None, ["f16"], tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    files, why = peers.files_for(str(tmp_path), None, None, ["f16"], tmp_path)
     assert files is None and "cannot be exported" in why
 
 

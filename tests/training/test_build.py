@@ -35,6 +35,13 @@ class WithoutTables(InProcess):
             super().__init__(stage, **options)
 
 
+@pytest.fixture(autouse=True)
+def small_numbers_stay():
+    """What training switches off for its process, other tests need."""
+    yield
+    torch.set_flush_denormal(False)
+
+
 def stop_here() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
