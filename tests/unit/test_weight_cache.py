@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from foreglance import Engine, Settings
 from foreglance.bench.quality import Passage, logits_of
-from foreglance.models import gemma4, moe, qwen3_5, weight_cache
+from foreglance.models import gemma4, loader, moe, weight_cache
 from foreglance.models.fingerprint import fingerprint
 from foreglance.models.gguf.export import export
 from foreglance.models.gguf.folder import lay_out
@@ -175,7 +175,7 @@ def test_files_of_gguf_count_as_their_checkpoint(tmp_path):
 def test_code_that_makes_other_weights_makes_another_cache(checkpoint, root, monkeypatch, tmp_path):
     """The layout's version is the text of the modules that it follows from."""
     known = set(weight_cache.sources())
-    for makes in (quantise, blocked_groups, native.pack, moe.Experts, qwen3_5.Loader, gemma4.load, formats.blocked):
+    for makes in (quantise, blocked_groups, native.pack, moe.Experts, loader.Loader, gemma4.load, formats.blocked):
         assert Path(inspect.getsourcefile(makes)) in known
     loaded(checkpoint)
     (tmp_path / "more.py").write_text("")

@@ -32,6 +32,7 @@ from foreglance.models.layers import (
     embed_rows,
     rotary_table,
 )
+from foreglance.models.loader import Loader
 from foreglance.models.plans import Plans
 from foreglance.models.weights import Weights, take_output
 from foreglance.ops.base import Ops, PackedLinear
@@ -144,44 +145,28 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Loader:
-    """Takes tensors under a prefix and packs them for the ops in use."""
-
-    ops: Ops
-    weights: Weights
-    prefix: str
+class DenseLoader(Loader):
     shape: Shape
 
-    def at(self, name: str) -> Loader:
-        return Loader(self.ops, self.weights, f"{self.prefix}{name}.", self.shape)
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        return self.weights.take(self.prefix + name, *shape)
-
     def norm(self, name: str, size: int) -> Tensor:
-        weight = self.tensor(f"{name}.weight", size).float()
+        weight = super().norm(name, size)
         return weight + 1 if self.shape.traits.centred_norms else weight
 
-    def linear(self, names: dict[str, int], num_in: int, bias: bool) -> Linear:
-        """Several weights [out, in] by name and out as one."""
-        weight = self.weights.packed(
-            self.ops,
-            [f"{self.prefix}{name}.weight" for name in names],
-            lambda: torch.cat([self.tensor(f"{name}.weight", out, num_in) for name, out in names.items()]),
-        )
+    def product(self, names: dict[str, int], num_in: int, bias: bool) -> Linear:
+        """Several weights [out, in] by name and out as one, and their biases."""
         biases = [self.tensor(f"{name}.bias", out).float() for name, out in names.items()] if bias else []
-        return Linear(weight, torch.cat(biases) if bias else None)
+        return Linear(self.linear(names, num_in), torch.cat(biases) if bias else None)
 
 
 class Attention:
     """Grouped-query attention over all rows or the last `window` ones."""
 
-    def __init__(self, load: Loader, layer: int):
+    def __init__(self, load: DenseLoader, layer: int):
         s = load.shape
         self._ops, self._shape, self._layer = load.ops, s, layer
         q, kv = s.heads * s.head_size, s.kv_heads * s.head_size
-        self._qkv = load.linear({"q_proj": q, "k_proj": kv, "v_proj": kv}, s.hidden, s.attention_bias)
-        self._out = load.linear({"o_proj": s.hidden}, q, s.attention_bias)
+        self._qkv = load.product({"q_proj": q, "k_proj": kv, "v_proj": kv}, s.hidden, s.attention_bias)
+        self._out = load.product({"o_proj": s.hidden}, q, s.attention_bias)
         self._norms: Tensor | None = None  # [heads + kv heads, head size]
         if s.traits.qk_norm:
             of_query, of_key = load.norm("q_norm", s.head_size), load.norm("k_norm", s.head_size)
@@ -202,12 +187,12 @@ class Attention:
 class Mlp:
     """Gated: down(act(gate) * up)."""
 
-    def __init__(self, load: Loader):
+    def __init__(self, load: DenseLoader):
         s = load.shape
         self._ops = load.ops
         self._gated = load.ops.gelu_mul if s.gate == "gelu" else load.ops.silu_mul
-        self._gate_up = load.linear({"gate_proj": s.inner, "up_proj": s.inner}, s.hidden, s.mlp_bias)
-        self._down = load.linear({"down_proj": s.hidden}, s.inner, s.mlp_bias)
+        self._gate_up = load.product({"gate_proj": s.inner, "up_proj": s.inner}, s.hidden, s.mlp_bias)
+        self._down = load.product({"down_proj": s.hidden}, s.inner, s.mlp_bias)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         return self._down(self._ops, self._gated(self._gate_up(self._ops, x, batch)), batch)
@@ -216,7 +201,7 @@ class Mlp:
 class Layer:
     """Decoder layer with norms before attention and MLP, and with `sandwich_norms` also behind each."""
 
-    def __init__(self, load: Loader, layer: int):
+    def __init__(self, load: DenseLoader, layer: int):
         s = load.shape
         self.kind = s.kinds[layer]
         self._ops, self._eps = load.ops, s.eps
@@ -246,7 +231,7 @@ class Dense:
 
     head = None
 
-    def __init__(self, spec: ModelSpec, load: Loader, rotary: dict[str, RotaryTable], tied: bool):
+    def __init__(self, spec: ModelSpec, load: DenseLoader, rotary: dict[str, RotaryTable], tied: bool):
         shape = load.shape
         self.spec = spec
         self._ops, self._shape, self._rotary = load.ops, shape, rotary
@@ -307,7 +292,7 @@ def load(
         image_token=NO_IMAGE,
         eos=eos,
     )
-    model = Dense(spec, Loader(ops, weights, trunk, shape), rotary, bool(values.get("tie_word_embeddings")))
+    model = Dense(spec, DenseLoader(ops, weights, trunk, shape), rotary, bool(values.get("tie_word_embeddings")))
     weights.finish(may_stay=lambda tensor: tensor.endswith("rotary_emb.inv_freq"))
     return model
 

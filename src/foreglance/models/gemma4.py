@@ -15,7 +15,7 @@ Layers that read the same input are fused into one product at load: [query, key,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,11 +30,12 @@ from foreglance.models.attention import attend, look
 from foreglance.models.base import Caches, ModelError, ModelSpec, tiles_of
 from foreglance.models.gemma4_vision import GemmaVision
 from foreglance.models.layers import RotaryTable, default_inv_freq, rotary_table
+from foreglance.models.loader import Loader
 from foreglance.models.moe import Experts, Routing, expert_shapes
 from foreglance.models.plans import Plans
 from foreglance.models.vision import no_tower
-from foreglance.models.weights import FLOATS, Weights
-from foreglance.ops.base import Blocks, Ops, PackedLinear
+from foreglance.models.weights import Weights
+from foreglance.ops.base import Blocks, Ops
 from foreglance.prompt import ImageInput, OneAxis
 
 FAMILY = "gemma4"
@@ -210,38 +211,6 @@ class BatchView:
     def look(self, layer: LayerShape, query: Tensor) -> Tensor:
         whole = self._whole_images and layer.kind == SLIDING
         return look(self._ops, self._batch, self._caches, layer.cache, query, SCALE, whole)
-
-
-@dataclass(frozen=True)
-class Loader:
-    """Takes tensors under a prefix and packs them for the ops in use."""
-
-    ops: Ops
-    weights: Weights
-    prefix: str
-
-    def at(self, name: str) -> Loader:
-        return Loader(self.ops, self.weights, f"{self.prefix}{name}.")
-
-    def tensor(self, name: str, *shape: int, kinds: Sequence[torch.dtype] = FLOATS) -> Tensor:
-        return self.weights.take(self.prefix + name, *shape, kinds=kinds)
-
-    def norm(self, name: str, size: int) -> Tensor:
-        return self.tensor(f"{name}.weight", size).float()
-
-    def linear(self, names: dict[str, int], num_in: int) -> PackedLinear:
-        """Several weights [out, in] by name and out as one."""
-        return self.packed(
-            [f"{name}.weight" for name in names],
-            lambda: torch.cat([self.tensor(f"{n}.weight", o, num_in) for n, o in names.items()]),
-        )
-
-    def packed(self, names: Sequence[str], make: Callable[[], Tensor]) -> PackedLinear:
-        """What `make` makes of these tensors alone, see `Weights.packed`."""
-        return self.weights.packed(self.ops, [self.prefix + name for name in names], make)
-
-    def packed_each(self, names: Sequence[str], make: Callable[[], Iterable[Tensor]]) -> list[PackedLinear]:
-        return self.weights.packed_each(self.ops, [self.prefix + name for name in names], make)
 
 
 class Attention:

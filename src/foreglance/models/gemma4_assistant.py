@@ -23,8 +23,9 @@ from torch import Tensor
 
 from foreglance.batch import TILE
 from foreglance.models.base import ModelError, Target, tiles_of
-from foreglance.models.gemma4 import SCALE, Gemma4, Layer, LayerShape, Loader, Shape, rotary_of
+from foreglance.models.gemma4 import SCALE, Gemma4, Layer, LayerShape, Shape, rotary_of
 from foreglance.models.layers import RotaryTable
+from foreglance.models.loader import Loader
 from foreglance.models.plans import NotRecordable, ReaderPlan
 from foreglance.models.reading import Lent, Read, ReaderSpec
 from foreglance.models.weights import INTEGERS, Weights

@@ -13,7 +13,7 @@ Layers that read the same input are fused into one product at load: [query, gate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -37,6 +37,7 @@ from foreglance.models.layers import (
     interleaved_mrope_axes,
     rotary_table,
 )
+from foreglance.models.loader import CentredLoader, Loader
 from foreglance.models.plans import Plans
 from foreglance.models.vision import QwenVision, no_tower
 from foreglance.models.weights import Weights, take_output
@@ -116,40 +117,6 @@ class Shape:
 
     def row_widths(self) -> set[int]:
         return {self.hidden, self.head_size, self.v_size, self.k_size, self.v_heads, self.conv}
-
-
-class Loader:
-    """Takes tensors under a prefix and packs them for the ops in use."""
-
-    def __init__(self, ops: Ops, weights: Weights, prefix: str):
-        self.ops, self._weights, self._prefix = ops, weights, prefix
-
-    def at(self, name: str) -> Loader:
-        return Loader(self.ops, self._weights, f"{self._prefix}{name}.")
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        return self._weights.take(self._prefix + name, *shape)
-
-    def norm(self, name: str, size: int) -> Tensor:
-        """Stored zero-centred."""
-        return self.tensor(f"{name}.weight", size).float() + 1
-
-    def __contains__(self, name: str) -> bool:
-        return self._prefix + name in self._weights
-
-    def linear(self, names: dict[str, int], num_in: int) -> PackedLinear:
-        """Several weights [out, in] by name and out as one."""
-        return self.packed(
-            [f"{name}.weight" for name in names],
-            lambda: torch.cat([self.tensor(f"{n}.weight", o, num_in) for n, o in names.items()]),
-        )
-
-    def packed(self, names: Sequence[str], make: Callable[[], Tensor]) -> PackedLinear:
-        """What `make` makes of these tensors alone, see `Weights.packed`."""
-        return self._weights.packed(self.ops, [self._prefix + name for name in names], make)
-
-    def packed_each(self, names: Sequence[str], make: Callable[[], Iterable[Tensor]]) -> list[PackedLinear]:
-        return self._weights.packed_each(self.ops, [self._prefix + name for name in names], make)
 
 
 class Attention:
@@ -421,7 +388,7 @@ def load(
         image_token=values.get("image_token_id", -1),
         eos=eos,
     )
-    model = Qwen3_5(spec, variant, text, Loader(ops, weights, trunk), _rotary(text, context))
+    model = Qwen3_5(spec, variant, text, CentredLoader(ops, weights, trunk), _rotary(text, context))
     tied = bool(values.get("tie_word_embeddings", text.get("tie_word_embeddings")))
     name_of_output = next((output for output in OUTPUTS if output in weights), OUTPUTS[0])
     output = cache(lambda: take_output(weights, model.table, tied, name_of_output))
@@ -492,7 +459,7 @@ def _mtp(
         )
     if text.get("mtp_use_dedicated_embeddings"):
         raise ModelError("an MTP head with dedicated embeddings is not supported for this family")
-    shape, load = Shape.of(text), Loader(ops, weights, prefix)
+    shape, load = Shape.of(text), CentredLoader(ops, weights, prefix)
     head_spec = HeadSpec(
         family=variant.family,
         vocab_size=spec.vocab_size,

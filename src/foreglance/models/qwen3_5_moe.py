@@ -18,8 +18,9 @@ from torch import Tensor
 
 from foreglance.batch import Batch
 from foreglance.models import qwen3_5
+from foreglance.models.loader import Loader
 from foreglance.models.moe import Experts, Routing, expert_shapes
-from foreglance.models.qwen3_5 import GatedMlp, Loader, Variant
+from foreglance.models.qwen3_5 import GatedMlp, Variant
 from foreglance.ops.base import PackedLinear
 
 FAMILY = "qwen3_5_moe"

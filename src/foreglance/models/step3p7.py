@@ -17,7 +17,7 @@ Layers that read the same input are fused into one product at load: [query, key,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,7 @@ from foreglance.models.layers import (
     embed_rows,
     rotary_table,
 )
+from foreglance.models.loader import CentredLoader
 from foreglance.models.moe import Experts, Routing, expert_shapes
 from foreglance.models.plans import Plans
 from foreglance.models.step_vision import PROJECTORS, TOWERS, StepVision
@@ -163,42 +164,12 @@ class LayerPlan:
     shared_limit: float | None
 
 
-class Loader:
-    """Takes tensors under a prefix and packs them for the ops in use."""
-
-    def __init__(self, ops: Ops, weights: Weights, prefix: str):
-        self.ops, self.weights, self.prefix = ops, weights, prefix
-
-    def at(self, name: str) -> Loader:
-        return Loader(self.ops, self.weights, f"{self.prefix}{name}.")
-
-    def has(self, name: str) -> bool:
-        return self.prefix + name in self.weights
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        return self.weights.take(self.prefix + name, *shape)
+class Loader(CentredLoader):
+    """One that knows several published names of a tensor."""
 
     def one_of(self, names: Sequence[str], *shape: int) -> Tensor:
         """The tensor under the first of its published names that is there."""
-        return self.tensor(next((name for name in names if self.has(name)), names[0]), *shape)
-
-    def norm(self, name: str, size: int) -> Tensor:
-        """Stored zero-centred."""
-        return self.tensor(f"{name}.weight", size).float() + 1
-
-    def linear(self, names: dict[str, int], num_in: int) -> PackedLinear:
-        """Several weights [out, in] by name and out as one."""
-        return self.packed(
-            [f"{name}.weight" for name in names],
-            lambda: torch.cat([self.tensor(f"{n}.weight", o, num_in) for n, o in names.items()]),
-        )
-
-    def packed(self, names: Sequence[str], make: Callable[[], Tensor]) -> PackedLinear:
-        """What `make` makes of these tensors alone, see `Weights.packed`."""
-        return self.weights.packed(self.ops, [self.prefix + name for name in names], make)
-
-    def packed_each(self, names: Sequence[str], make: Callable[[], Iterable[Tensor]]) -> list[PackedLinear]:
-        return self.weights.packed_each(self.ops, [self.prefix + name for name in names], make)
+        return self.tensor(next((name for name in names if name in self), names[0]), *shape)
 
 
 class Attention:
@@ -243,13 +214,13 @@ class SparseMlp:
     def __init__(self, load: Loader, s: Shape, plan: LayerPlan):
         self._ops = load.ops
         split, fused = ("moe.gate_proj.weight", "moe.up_proj.weight"), "mlp.experts.gate_up_proj"
-        if load.has(split[0]):
+        if split[0] in load:
             sizes = s.num_experts, s.expert_inner, s.hidden
             gate_up = load.packed_each(split, lambda: torch.cat([load.tensor(name, *sizes) for name in split], 1))
         else:
             sizes = s.num_experts, 2 * s.expert_inner, s.hidden
             gate_up = load.packed_each([fused], lambda: load.tensor(fused, *sizes))
-        down = "moe.down_proj.weight" if load.has("moe.down_proj.weight") else "mlp.experts.down_proj"
+        down = "moe.down_proj.weight" if "moe.down_proj.weight" in load else "mlp.experts.down_proj"
         self._experts = Experts(
             load.ops,
             load.one_of(("moe.gate.weight", "mlp.gate.weight"), s.num_experts, s.hidden),
@@ -258,7 +229,7 @@ class SparseMlp:
             load.packed_each([down], lambda: load.tensor(down, s.num_experts, s.hidden, s.expert_inner)),
             Routing(s.top_k, "sigmoid", s.router_scale, plan.limit),
         )
-        shared = "share_expert" if load.has("share_expert.gate_proj.weight") else "mlp.shared_experts"
+        shared = "share_expert" if "share_expert.gate_proj.weight" in load else "mlp.shared_experts"
         self._shared = Mlp(load.at(shared), s.hidden, s.shared_inner, plan.shared_limit)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
@@ -319,7 +290,7 @@ class MtpModule:
         self.spec = spec
         self._ops, self._eps, self._kind, self._rotary, self._output = load.ops, shape.eps, plan.kind, rotary, output
         self._table = target.table
-        if load.has("embed_tokens.weight"):
+        if "embed_tokens.weight" in load:
             self._table = load.tensor("embed_tokens.weight", *target.table.shape)
         self._embedding_norm, self._hidden_norm = load.norm("enorm", shape.hidden), load.norm("hnorm", shape.hidden)
         self._fuse = load.linear({"eh_proj": shape.hidden}, 2 * shape.hidden)
@@ -545,7 +516,7 @@ def _mtp(
         plan = limits.plan(
             layer,
             _mtp_kind(load, text, shape, len(modules)),
-            load.has("moe.gate.weight") or load.has("mlp.gate.weight"),
+            "moe.gate.weight" in load or "mlp.gate.weight" in load,
         )
         if plan.kind not in rotary:
             raise ModelError(f"MTP layer {layer} is of kind {plan.kind}, which the trunk has not")
@@ -564,7 +535,7 @@ def _mtp_kind(load: Loader, text: dict[str, Any], shape: Shape, module: int) -> 
     kinds = text.get("mtp_layer_types") or []
     if module < len(kinds):
         return kinds[module]
-    if shape.full_heads != shape.sliding_heads and load.has("self_attn.g_proj.weight"):
+    if shape.full_heads != shape.sliding_heads and "self_attn.g_proj.weight" in load:
         return FULL if load.weights.shape(f"{load.prefix}self_attn.g_proj.weight")[0] == shape.full_heads else SLIDING
     return SLIDING if SLIDING in text["layer_types"] else FULL
 
@@ -588,9 +559,9 @@ def _mtp_output(load: Loader, target: Output, shape: Shape, conventions: Convent
     """The module's own norm and output head, each under either published name; what is left out is the target's."""
     output = replace(target, states=conventions.chained_from)
     for stem in ("transformer.shared_head", "shared_head"):
-        if load.has(f"{stem}.norm.weight"):
+        if f"{stem}.norm.weight" in load:
             output = replace(output, norm=load.norm(f"{stem}.norm", shape.hidden))
-        if load.has(f"{stem}.output.weight"):
+        if f"{stem}.output.weight" in load:
             vocab = target.weight.shape[0]
             output = replace(output, weight=load.linear({f"{stem}.output": vocab}, shape.hidden))
     return output
