@@ -166,6 +166,15 @@ DAMAGE = {
         lambda m: retold(m / "config.json", lambda v: v.update(num_hidden_layers=900, layer_types=None)),
         "missing: model.layers.4.",
     ),
+    "angles of terabytes": (
+        lambda m: retold(
+            m / "config.json",
+            lambda v: v.update(
+                rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e9}
+            ),
+        ),
+        "partial_rotary_factor is 1000000000.0",
+    ),
     "no positions": (
         lambda m: retold(m / "config.json", lambda values: values.update(max_position_embeddings=0)),
         "max_position_embeddings is 0",
@@ -238,8 +247,10 @@ def test_a_damaged_gguf_file_is_refused_in_one_line_that_names_it(gguf, tmp_path
     (
         ("target.gguf", b"qwen35.block_count"),
         ("target.gguf", b"qwen35.embedding_length"),
+        ("target.gguf", b"qwen35.rope.dimension_count"),
         ("mmproj.gguf", b"clip.vision.block_count"),
         ("mmproj.gguf", b"clip.vision.embedding_length"),
+        ("mmproj.gguf", b"clip.vision.image_min_pixels"),
     ),
 )
 def test_a_number_of_billions_in_a_gguf_file_is_not_believed(gguf, tmp_path, name, key):

@@ -20,7 +20,7 @@ from foreglance.cache.store import CacheStore
 from foreglance.models import step3p7
 from foreglance.models.base import ModelError
 from foreglance.models.registry import load_model
-from foreglance.prompt import Prompter
+from foreglance.prompt import Positions, Prompter
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 16
@@ -373,6 +373,31 @@ def test_a_module_without_a_norm_or_head_takes_the_target_s(step_of, tmp_path, l
         assert torch.equal(output.norm, own.norm) and output.weight is target.output.weight
     else:
         assert torch.equal(target.head.modules[1]._output.norm, target.output.norm)
+
+
+def test_a_module_s_own_embedding_is_read_where_it_has_one(step_of, tmp_path):
+    """A table whose rows lie one further gives the guesses that the token before gives from the target's."""
+
+    def further(state):
+        state["model.layers.6.embed_tokens.weight"] = state["model.embed_tokens.weight"].roll(1, 0)
+
+    whole, target = load(step_of(MIXED).folder), load(edited(step_of(MIXED).folder, tmp_path / "own", further))
+    for module, shift in ((0, 0), (1, 1), (2, 0)):
+        theirs = module_state(whole.head.modules[module], 40)
+        assert torch.equal(module_state(target.head.modules[module], 40 + shift), theirs)
+        assert not torch.allclose(module_state(target.head.modules[module], 41 - shift), theirs, atol=0.01)
+
+
+def module_state(module, token: int) -> torch.Tensor:
+    """A module's state [1, h] of one row at position 0."""
+    store, hidden = CacheStore(module.spec.caches), torch.linspace(-1, 1, module.spec.hidden_size)[None]
+    store.open(0)
+    positions = Positions.run(0, 1, module.spec.rule.axes)
+    part = Part(0, np.array([token]), np.zeros(1, bool), positions, 1, False, None, hidden)
+    batch = pack([part], module.spec.inputs(), store.held())
+    store.reserve(0, 1)
+    with torch.inference_mode():
+        return module.forward(batch, {0: store[0]})
 
 
 @pytest.mark.case("E1", "E2", "E3")

@@ -133,7 +133,7 @@ def step_config(sizes: StepSizes) -> dict:
     }
     if sizes.limits:
         text["swiglu_limits"] = [0.5 if layer % 3 == 1 else 0.0 for layer in range(len(kinds))]
-        text["swiglu_limits_shared"] = [0.7 if layer % 2 else 0.0 for layer in range(len(kinds))]
+        text["swiglu_limits_shared"] = [0.7 if layer % 4 else 0.0 for layer in range(len(kinds))]
     if sizes.llama3:
         text["rope_scaling"] = {
             "rope_type": "llama3",

@@ -323,9 +323,14 @@ def test_a_cancelled_request_leaves_nothing_behind(num_steps):
 
 @pytest.mark.parametrize("context", (8, 30, 45))
 def test_a_text_that_outgrows_the_draft_is_finished_without_it(context):
+    """Nor is a row of it ever asked for that lies beyond its context."""
     small = toy_draft(ALL_KINDS, MRope(), context)
     pairs = [prompt("one image", "red", draft="model", depth=7), prompt("one row", "", draft="model", depth=7)]
-    results = run_prompts(engine_with(small), pairs)
+    engine = engine_with(small, drafter=Watched)
+    watched = engine._drafters["model"]
+    watched.check_guesses = False
+    results = run_prompts(engine, pairs)
+    assert max(int(batch.positions.max()) for batch in watched.forwards) < context
     for shape, salt, result in zip(("one image", "one row"), ("red", ""), results, strict=True):
         assert (result.error, result.draft.kind) == (None, "model")
         assert result.token_ids == alone(shape, salt, 0.0, 0)
@@ -343,8 +348,11 @@ class OtherPadding:
     """A draft whose vocabulary is padded otherwise than the target's."""
 
     def __init__(self, draft: ToyTarget, vocab_size: int):
-        self.spec, self._draft = replace(draft.spec, vocab_size=vocab_size), draft
-        self.forward = draft.forward
+        self.spec, self._draft, self.seen = replace(draft.spec, vocab_size=vocab_size), draft, set()
+
+    def forward(self, batch, caches):
+        self.seen |= set(batch.token_ids.tolist())
+        return self._draft.forward(batch, caches)
 
     def logits(self, hidden):
         logits = self._draft.logits(hidden)
@@ -354,7 +362,7 @@ class OtherPadding:
 
 @pytest.mark.parametrize("vocab_size", (VOCAB - 6, VOCAB, VOCAB + 9))
 def test_a_vocabulary_padded_otherwise_changes_nothing(vocab_size):
-    """Guesses stay within the target's ids; an id that the draft lacks is no fault."""
+    """Guesses stay within the target's ids; an id that the draft lacks is no fault, and it is given all that it has."""
     draft = OtherPadding(HYBRID, vocab_size)
     for temperature, more in ((0.0, {}), (0.8, {"logit_bias": {VOCAB - 1: 2.0}, "repetition_penalty": 1.1})):
         options = {"temperature": temperature, "max_tokens": 40, **more}
@@ -364,6 +372,7 @@ def test_a_vocabulary_padded_otherwise_changes_nothing(vocab_size):
         for one, other in zip(results, run_prompts(toy_engine(), plain), strict=True):
             assert one.token_ids == other.token_ids and one.draft.off_because is None
             assert sum(one.timings.accepted) > 0
+    assert max(draft.seen) < vocab_size and (VOCAB - 1 in draft.seen) == (vocab_size >= VOCAB)
 
 
 def test_auto_prefers_the_second_model_and_its_absence_is_said():

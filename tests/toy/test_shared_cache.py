@@ -149,6 +149,21 @@ def test_a_reused_prefix_drafts_on_without_memory(pair, shape, temperature):
     assert turns[0] == turns[3]
 
 
+def test_rows_that_are_not_verified_are_never_lent(pair):
+    """A row more than the target has committed, or one that it may still forget, is a fault and no guess."""
+    engine = engine_of(pair)
+    request = request_of("text", "red", 3, 0.0, 0)
+    engine.add_rows(request, rows_of(pair, engine, request, "text"))
+    while not any(event.tokens for event in engine.step()):
+        pass
+    (running,) = engine._running.values()
+    drafter, sequence = engine._drafters["assistant"], running.sequence
+    assert drafter._lent(sequence)
+    engine._store.reserve(sequence.id, 1)
+    with pytest.raises(RuntimeError, match="are verified"):
+        drafter._lent(sequence)
+
+
 @pytest.mark.parametrize("after", (1, 3, 6))
 def test_a_cancelled_request_leaves_nothing_behind(pair, alone, after):
     engine = engine_of(pair, slots=2)

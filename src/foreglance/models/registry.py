@@ -135,6 +135,14 @@ def _check_sizes(folder: Path, shapes: set[tuple[int, int]], widths: set[int]) -
             )
 
 
+def _check_rotary(folder: Path, rope: dict[str, Any]) -> None:
+    """Angles are made for a share of a head, of all layers or by kind of layer."""
+    for values in (rope, *(one for one in rope.values() if isinstance(one, dict))):
+        share = values.get("partial_rotary_factor")
+        if share is not None and not 0 <= share <= 1:
+            raise ModelError(f"{folder / CONFIG}: partial_rotary_factor is {share}, no share of a head")
+
+
 def _load(
     folder: Path, family: Family, settings: Settings, instrument: Callable[[Ops], Ops], text_only: bool
 ) -> Loaded:
@@ -145,6 +153,7 @@ def _load(
         raise ModelError(f"{folder / CONFIG}: max_position_embeddings is {text['max_position_embeddings']}")
     shapes, widths, *experts = family.shapes_of(values)
     _check_sizes(folder, shapes, widths)
+    _check_rotary(folder, text.get("rope_parameters") or {})
     weights = pick_weights(settings.weights, folder, str(values.get("dtype") or text.get("dtype")))
     of_drafts = settings.draft_weights
     if of_drafts == "auto":

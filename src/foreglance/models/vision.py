@@ -22,6 +22,7 @@ from foreglance.prompt import ImageInput
 from foreglance.request import RequestError
 
 PROCESSOR_FILE = "preprocessor_config.json"
+MOST_LEAST_PIXELS = 1 << 24  # that a processor may enlarge pictures to
 
 
 class QwenVision:
@@ -32,6 +33,11 @@ class QwenVision:
 
         self._merge = config.spatial_merge_size
         self._processor = load_processor(folder)
+        least = self._processor.size.get("shortest_edge") or 0  # of all pixels, by this family's custom
+        if least > MOST_LEAST_PIXELS:
+            raise ModelError(
+                f"{folder / PROCESSOR_FILE} enlarges every picture to {least} pixels; that is no sound size"
+            )
         self._recipe = json.dumps(self._processor.to_dict(), sort_keys=True, default=str)
         with torch.device("meta"):
             tower = Qwen3_5VisionModel(config)
