@@ -338,6 +338,7 @@ class Servers(RuleBasedStateMachine):
         self.open: list[tuple[Wish, Manner, Future]] = []
         self.saved: set[str] = set()
         self.refusals, self.ended = Counter(), 0  # answers that came whole
+        self.late = 0  # of clients that left at once: the server may take them when all others are served
         self.cut = self.unknown = 0  # answers that were left in the middle; of which nobody knows whether they began
 
     def send(self, wish, manner):
@@ -361,7 +362,8 @@ class Servers(RuleBasedStateMachine):
     @rule()
     def hear(self):
         """All that are open come to their end, and then no store may hold a row."""
-        crowd = sum(wish.n for wish, _, _ in self.open)
+        crowd = self.late + sum(wish.n for wish, _, _ in self.open)
+        self.late = sum(wish.n for wish, manner, _ in self.open if manner.leaves == 0)
         for wish, manner, future in self.open:
             heard = future.result(PATIENCE)
             if heard.status == 0:

@@ -30,9 +30,7 @@ def run_foreglance(given: dict[str, Any]) -> Runner:
     from foreglance.settings import Settings
 
     torch.set_num_threads(given["threads"])
-    settings = Settings(
-        weights=given["weights"], prefix_cache_bytes=0, slots=1, context=given["context"], try_drafts=False
-    )
+    settings = Settings(weights=given["weights"], prefix_cache_bytes=0, slots=1, context=given["context"])
     engine = Engine.load(given["model"], settings, draft_model=given["assistant"])
 
     def run(job: Job) -> Answer:

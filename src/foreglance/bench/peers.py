@@ -30,7 +30,7 @@ from foreglance.bench.report import Progress, silent
 from foreglance.engine import Engine
 from foreglance.models.base import ModelError
 from foreglance.models.gguf.export import export
-from foreglance.models.weights import find_model
+from foreglance.models.weights import find_assistant, find_model
 from foreglance.request import Image, SamplingParams, Speculation, Text
 from foreglance.settings import Settings
 
@@ -277,11 +277,10 @@ def contenders(
     files: Files | None,
     context: int,
     image_rows: int,
-    assistant: str | None = None,
 ) -> list[Contender]:
     """Every engine with every setting that it might have. `depths`: 0 is drafts off."""
     made: list[Contender] = []
-    common = {"model": model, "threads": threads, "context": context, "assistant": assistant}
+    common = {"model": model, "threads": threads, "context": context, "assistant": find_assistant(model)}
     if "foreglance" in engines:
         for one in weights:
             given = common | {"engine": "foreglance", "weights": one}
