@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from foreglance.cache import files
+from foreglance.cache import files, whole
 from foreglance.cache.files import Layout, SlotFileError, load, read_key, save
 from foreglance.cache.kv import KVSpec
 from foreglance.cache.prefix import Border, Point, Waiting
@@ -80,6 +80,27 @@ def test_a_file_is_replaced_whole_or_not_at_all(saved, monkeypatch):
         save(saved.parent / "nowhere" / "two", conversation(), MODEL, KEY)
     save(saved, conversation()[:1], MODEL, KEY)
     assert len(load(saved, LAYOUT)) == 1 and [path.name for path in saved.parent.iterdir()] == ["one"]
+
+
+def test_a_save_that_is_killed_leaves_what_a_sweep_finds(saved, monkeypatch):
+    """At every call that touches the disk. The writer of safetensors once made a hidden file of its own beside ours."""
+
+    class Killed(BaseException):
+        pass
+
+    def killing(*given):
+        left.append({path.name for path in saved.parent.iterdir()})
+        raise Killed
+
+    before, left = saved.read_bytes(), []
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(os, name, killing)
+            save(saved, conversation()[:1], MODEL, KEY)
+    for names in left:
+        (hidden,) = names - {"one"}
+        assert whole.UNFINISHED.fullmatch(hidden)
+    assert saved.read_bytes() == before
 
 
 def test_a_cut_file_is_refused_at_every_length(saved):
@@ -230,13 +251,13 @@ def test_a_file_must_fit_the_engine(saved):
 def test_what_a_save_left_that_was_cut_short_is_swept_and_nothing_else(saved):
     """Not a file that somebody writes at the moment, nor what only looks alike."""
     folder = saved.parent
-    with files._beside(saved) as writing:
+    with whole.beside(saved) as (writing, _):
         kept = {writing.name, "one", ".one", ".one.part", "one.abcd1234.part"}
         for name in (*kept - {writing.name, "one"}, ".one.abcd1234.part", ".x.y.a_b_c_d_.part"):
             (folder / name).write_bytes(b"")
         (folder / ".folder.abcd1234.part").mkdir()
         (folder / ".link0000.abcd1234.part").symlink_to(saved)
-        assert sorted(files.sweep(folder)) == [".one.abcd1234.part", ".x.y.a_b_c_d_.part"]
+        assert sorted(whole.sweep(folder)) == [".one.abcd1234.part", ".x.y.a_b_c_d_.part"]
         kept |= {".folder.abcd1234.part", ".link0000.abcd1234.part"}
         assert {path.name for path in folder.iterdir()} == kept
     assert not writing.exists()

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from foreglance import Engine, Settings
 from foreglance.bench.quality import Passage, logits_of
+from foreglance.cache import whole
 from foreglance.models import gemma4, loader, moe, weight_cache
 from foreglance.models.fingerprint import fingerprint
 from foreglance.models.gguf.export import export
@@ -232,8 +233,8 @@ def broken(code: int):
 @pytest.mark.parametrize(
     ("module", "name", "code"),
     (
-        (weight_cache.tempfile, "mkstemp", errno.EROFS),
-        (weight_cache.os, "replace", errno.ENOSPC),
+        (whole.tempfile, "mkstemp", errno.EROFS),
+        (whole.os, "replace", errno.ENOSPC),
         (Path, "mkdir", errno.EACCES),
     ),
     ids=("read-only", "full", "no folder"),
@@ -247,6 +248,13 @@ def test_a_disk_that_takes_nothing_costs_the_cache_and_one_line(
         assert same(loaded(checkpoint), made)
     (line,) = [record.message for record in caplog.records]
     assert os.strerror(code) in line and not files_in(root)
+
+
+def test_what_a_killed_load_left_half_written_goes(checkpoint, root):
+    made = loaded(checkpoint)
+    before = files_in(root)
+    (before[0].parent / f".{before[0].name}.abcd1234.part").write_bytes(before[0].read_bytes()[:100])
+    assert same(loaded(checkpoint), made) and files_in(root) == before
 
 
 def test_a_disk_that_is_nearly_full_is_left_alone(checkpoint, root, monkeypatch, caplog):

@@ -1,15 +1,17 @@
 """A server that is killed at any moment, and one whose disk is full: files of slots are whole or not there, what was
 acknowledged is there, and the next server, at the same port, serves as if nothing had been."""
 
+import itertools
 import json
 import random
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
-from support.mortal import MODEL, SLOTS, Mortal, launching
+from support.mortal import MODEL, PHASES, SLOTS, Aim, Mortal, launching
 from support.served import PATIENCE, TRIES, data_url, user
 
 QUESTIONS = (
@@ -50,7 +52,8 @@ def act(http, slot, action, name=None):
 
 
 class Busy:
-    """Clients that ask and save until their server is gone. What they hear is right as far as it goes."""
+    """Clients that ask, save, forget and restore until their server is gone. What they hear is right as far as it
+    goes."""
 
     def __init__(self, server, want, seed):
         self.acknowledged, self.heard = set(), threading.Event()
@@ -61,7 +64,7 @@ class Busy:
         with connected(self._server) as http:
             try:
                 while True:
-                    (self._ask, self._ask, self._save, self._save)[number](http, draw)
+                    (self._ask, self._ask, self._save, self._restore)[number](http, draw)
             except httpx2.TransportError:
                 return
 
@@ -80,30 +83,52 @@ class Busy:
 
     def _save(self, http, draw):
         name = draw.choice(NAMES)
-        said = act(http, draw.randrange(SLOTS), "save", name)
-        if said.status_code == 200:
+        if self._did(act(http, draw.randrange(SLOTS), "save", name), "slot_empty"):
             self.acknowledged.add(name)
-        else:
-            assert said.json()["error"]["code"] in ("slot_busy", "slot_empty"), said.text
+
+    def _restore(self, http, draw):
+        slot = draw.randrange(SLOTS)
+        if draw.random() < 0.5:
+            self._did(act(http, slot, "erase"))
+        elif self.acknowledged:
+            self._did(act(http, slot, "restore", draw.choice(sorted(self.acknowledged))))
+
+    def _did(self, said, *refusals):
+        if said.status_code != 200:
+            assert said.json()["error"]["code"] in ("slot_busy", *refusals), said.text
             time.sleep(0.005)
+        return said.status_code == 200
 
 
-def test_a_kill_at_any_moment_leaves_whole_files_and_a_free_port(launcher, tmp_path):
+@pytest.fixture(scope="module")
+def tally():
+    """How many kills met which phase; printed by `pytest -s`."""
+    met = Counter()
+    yield met
+    print(f"{met.pop('lives', 0)} kills, within: " + ", ".join(f"{phase} {n}" for phase, n in sorted(met.items())))
+
+
+def test_a_kill_at_any_moment_leaves_whole_files_and_a_free_port(launcher, tmp_path, tally):
+    """Each phase of a busy server in turn, and one that has nothing to do. FOREGLANCE_TRIES=7 kills 49 times."""
     draw, acknowledged = random.Random(TRIES), set()
     server = Mortal(launcher, tmp_path)
     try:
         with connected(server) as http:
             want = answers(http)
-        for life in range(4 * TRIES):
-            busy = Busy(server, want, f"{TRIES} {life}")
-            with ThreadPoolExecutor(4) as pool:
-                clients = [pool.submit(busy.run, number) for number in range(4)]
-                busy.heard.wait(PATIENCE)
-                time.sleep(draw.uniform(0, 0.4))
+        for life, phase in itertools.product(range(TRIES), (*PHASES, "idle")):
+            if phase == "idle":
+                time.sleep(0.1 * draw.random())
                 server.kill()
-            for client in clients:
-                client.result()
-            acknowledged |= busy.acknowledged
+                met = ["idle"]
+            else:
+                busy = Busy(server, want, f"{TRIES} {life} {phase}")
+                with ThreadPoolExecutor(4) as pool:
+                    clients = [pool.submit(busy.run, number) for number in range(4)]
+                    met = server.shoot(Aim(phase, draw.randint(1, 6), draw.random())) or ["between"]
+                for client in clients:
+                    client.result()
+                acknowledged |= busy.acknowledged
+            tally.update(["lives", *met])
             (tmp_path / ".a.k1ll_3d0.part").write_bytes(b"cut short")
             server = Mortal(launcher, tmp_path, server.port)
             check(server, tmp_path, acknowledged, want)

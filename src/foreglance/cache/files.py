@@ -4,21 +4,15 @@ Owns the format. Names of tensors: `identities` int64 [rows]; `point.track.layer
 (`piece_shapes`), where track 0 is the target's and the others are the draft's stores; `point.waiting.track`. All else
 is JSON in the header: format, version, the model it belongs to, the checkpoints, and a checksum of the tensors.
 
-Nothing of a file is used before names, types, shapes and sizes are those that the model's specs demand. A save that was
-cut short (the process was killed) leaves a hidden file, which `sweep` removes.
+Nothing of a file is used before names, types, shapes and sizes are those that the model's specs demand.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
-import re
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from foreglance.cache import whole
 from foreglance.cache.prefix import RANK, Border, Point, Waiting
 from foreglance.cache.store import LayerSpec, Segment
 
 FORMAT, VERSION = "foreglance-slot", 1
-UNFINISHED = re.compile(r"\..+\.\w{8}\.part")  # what `tempfile` makes of the names in `_beside`
 
 
 class SlotFileError(ValueError):
@@ -80,49 +73,10 @@ def save(path: Path, points: Many[Point], model: Mapping[str, str], key: str) ->
         "sha256": _checksum(tensors),
     }
     try:
-        with _beside(path) as beside:
-            save_file(tensors, beside, header)
-            _to_disk(beside)
-            os.replace(beside, path)
-        _to_disk(path.parent)
+        whole.write(path, {name: (one.shape, [one]) for name, one in tensors.items()}, header, durable=True)
         return path.stat().st_size
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise NotWrittenError(f"{path.name} cannot be written: {error}") from error
-
-
-@contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """A new hidden file beside `path`; what is still there of it afterwards goes. It is locked, so that a `sweep` of
-    another process leaves it, where the file system has locks."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".part", dir=path.parent)
-    try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield Path(name)
-    finally:
-        os.close(handle)
-        Path(name).unlink(missing_ok=True)
-
-
-def sweep(folder: Path) -> list[str]:
-    """Remove what saves that were cut short have left in a folder; -> names. Leaves what somebody is writing."""
-    swept = []
-    for path in folder.iterdir():
-        if not UNFINISHED.fullmatch(path.name) or path.is_symlink() or not path.is_file():
-            continue
-        with suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-            swept.append(path.name)
-    return swept
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _tensors_of(number: int, point: Point) -> list[tuple[str, Tensor]]:
@@ -150,7 +104,7 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
     made = hashlib.sha256()
     for name in sorted(tensors):
         made.update(name.encode())
-        made.update(tensors[name].numpy().reshape(-1).view(np.uint8))
+        made.update(whole.raw(tensors[name]))
     return made.hexdigest()
 
 

@@ -14,7 +14,6 @@ import os
 import shutil
 import stat
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -25,6 +24,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from foreglance.cache import whole
 from foreglance.models.fingerprint import fingerprint, weight_files
 from foreglance.ops import formats, memory, native
 from foreglance.ops.formats import packed_shapes
@@ -85,6 +85,7 @@ class WeightCache:
             if not _is_own(root):
                 raise OSError(f"others may write {root}, or it is theirs; give it to yourself alone or remove it")
             self.folder.mkdir(mode=0o700, exist_ok=True)
+            whole.sweep(self.folder)
             self._held = _bytes_in(self.folder)
             with suppress(PermissionError):  # others may have made it readable only
                 os.utime(self.folder)
@@ -179,37 +180,18 @@ def _parts(packed: Sequence[NativeLinear]) -> dict[str, list[Tensor]]:
     return {"data": [one.data for one in packed], "scales": [one.scales for one in packed if one.scales is not None]}
 
 
-def _raw(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.numpy()).cast("B")
-
-
 def _checksum(about: dict[str, str], parts: dict[str, list[Tensor]]) -> str:
     made = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for tensor in (*parts["data"], *parts["scales"]):
-        made.update(_raw(tensor))
+        made.update(whole.raw(tensor))
     return made.hexdigest()
 
 
 def _write(path: Path, format: str, names: Sequence[str], packed: Sequence[NativeLinear]) -> None:
-    """The layout of safetensors, tensor by tensor: its own writer would hold all of them a second time."""
-    about, parts, header, at = _about(format, names, packed), _parts(packed), {}, 0
-    for name, kind in (("data", "U8"), ("scales", "F16")):
-        size = sum(tensor.nbytes for tensor in parts[name])
-        shape = [len(packed), *parts[name][0].shape]
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
-        at += size
-    head = json.dumps({"__metadata__": about | {"sha256": _checksum(about, parts)}, **header}).encode()
-    head += b" " * (-len(head) % 64)
-    handle, beside = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(len(head).to_bytes(8, "little") + head)
-            for tensor in (*parts["data"], *parts["scales"]):
-                file.write(_raw(tensor))
-        os.replace(beside, path)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise
+    """Part by part: what is loaded may not be there twice."""
+    about, parts = _about(format, names, packed), _parts(packed)
+    tensors = {name: ([len(packed), *some[0].shape], some) for name, some in parts.items()}
+    whole.write(path, tensors, about | {"sha256": _checksum(about, parts)}, durable=False)
 
 
 def _read(file: BinaryIO, size: int, format: str, names: Sequence[str]) -> list[NativeLinear]:
@@ -248,7 +230,7 @@ def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def _filled(file: BinaryIO, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     tensor = memory.empty(shape, dtype)
-    rest = _raw(tensor)
+    rest = memoryview(whole.raw(tensor))
     while len(rest):
         read = file.readinto(rest)
         if not read:

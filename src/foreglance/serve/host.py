@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from foreglance.cache.files import sweep
+from foreglance.cache.whole import sweep
 from foreglance.request import RequestError
 from foreglance.serve.dispatch import Dispatch, Opened
 from foreglance.serve.errors import ApiError, from_request_error, refused
