@@ -11,9 +11,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from foreglance.models.base import Caches, Target
 from foreglance.models.fingerprint import Origin
 from foreglance.models.picks import Picker, Wanted
 from foreglance.models.registry import load_model, prompter_of
+from foreglance.models.steps import FewRows, Steps
 from foreglance.models.vision import EmbeddingCache
 from foreglance.models.weights import find_model
 from foreglance.ops.base import Ops
@@ -73,6 +74,16 @@ class Picks:
     logprobs: list[LogProb] = field(default_factory=list)
 
 
+class Computed(NamedTuple):
+    """What stations 2 to 6 made of the sequences of a step: the flat row of the first of each, their picks, and the
+    target's states [rows, h] of all; None: no drafter wants them."""
+
+    works: list[Work]
+    firsts: list[int]
+    picks: list[Picks]
+    hidden: Tensor | None
+
+
 @dataclass
 class Running:
     """What the engine keeps of a sequence beside it: who drafts for it, how deep, and the row counts of its
@@ -105,6 +116,7 @@ class Engine:
         self.self_test = self_test  # what the start-up self-test chose; None for an engine put together by hand
         self.settings = settings or Settings()
         self.picker = Picker.of(target)
+        self._steps = Steps.of(target)
         self.context = min(self.settings.context or target.spec.context, target.spec.context)
         self._prompter = prompter
         self._draft_model = draft_model
@@ -348,31 +360,26 @@ class Engine:
     def step(self) -> list[Event]:
         """One step over everything that runs; -> what it gained, and final events of requests that ended since."""
         self._admit()
-        began = self._clock()
-        batch, works = self._pack(self._scheduler.pick())  # 1-4  who runs, and their rows as one batch
-        with self._failing(works):
-            if batch is not None:
-                caches = self._reserve(batch)
-                hidden = self.target.forward(batch, caches)  # 5  writes provisional rows only
-                picks = self._pick(batch, works, hidden)  # 6
-                verdicts = self._verify(batch, works, picks)  # 7
-                self._commit(batch, works, verdicts)  # 8  the only place where lengths move
-                self._take(batch, works, verdicts)  # 9  text, stop strings, the end
-                drafting = self._draft(batch, works, verdicts, hidden)  # 10  guesses for the next step
-                self._time(batch, works, self._clock() - began - drafting)
+        works = self._scheduler.pick()  # 1  who runs
+        try:
+            if works:
+                self._step(works)
+        except Exception as error:  # it ends the requests that were in the step, each with its one final event
+            log.exception("a step over %d sequences failed", len(works))
+            for work in works:
+                if work.sequence.id in self._running:
+                    self._end(work.sequence, "error", f"{type(error).__name__}: {error}")
         ended, self._ended = self._ended, []
         return ended
 
-    @contextmanager
-    def _failing(self, works: Mapping[int, Work]) -> Iterator[None]:
-        """An error in a step ends the requests that were in it, each with its one final event; the engine goes on."""
-        try:
-            yield
-        except Exception as error:
-            log.exception("a step over %d sequences failed", len(works))
-            for work in works.values():
-                if work.sequence.id in self._running:
-                    self._end(work.sequence, "error", f"{type(error).__name__}: {error}")
+    def _step(self, works: list[Work]) -> None:
+        began = self._clock()
+        computed = self._compute_at_once(works) or self._compute(works)  # 2-6  their rows as one batch; picks
+        verdicts = self._verify(computed)  # 7
+        self._commit(computed, verdicts)  # 8  the only place where lengths move
+        self._take(computed, verdicts)  # 9  text, stop strings, the end
+        drafting = self._draft(computed, verdicts)  # 10  guesses for the next step
+        self._time(computed, began, drafting)
 
     def _admit(self) -> None:
         """Give free slots to sequences that wait, and begin those whose rows come next. One that must wait for another
@@ -419,6 +426,43 @@ class Engine:
                 embeddings = self.target.embed_image(image)
                 self._embeddings.put(image.digest, embeddings)
             sequence.embeds[index] = embeddings
+
+    def _compute_at_once(self, works: list[Work]) -> Computed | None:
+        """Stations 2 to 6 in one native call; None where they are not recorded as a whole, or more than temperature
+        decides a pick."""
+        if self._steps is None:
+            return None
+        num_rows = 0
+        for work in works:
+            if not work.decodes or not work.sequence.picks_at_once:
+                return None
+            num_rows += work.num_rows
+        plan = self._steps.plan(num_rows)
+        if plan is None:
+            return None
+        rows, firsts, wanted, first = [], [], False, 0
+        for work in works:
+            sequence = work.sequence
+            self._store.reserve(sequence.id, work.num_rows)
+            tokens, params = (sequence.generated[-1], *sequence.draft), sequence.request.sampling
+            coordinate, index = sequence.coordinate(work.start), len(sequence.generated)
+            rows.append(FewRows(self._store[sequence.id], tokens, coordinate, params, index))
+            wanted = wanted or self._running[sequence.id].drafter.wants_hidden
+            firsts.append(first)
+            first += work.num_rows
+        found = plan.run(rows)
+        picks = [Picks(found[at : at + work.num_rows]) for at, work in zip(firsts, works, strict=True)]
+        return Computed(works, firsts, picks, plan.states.clone() if wanted else None)
+
+    def _compute(self, works: list[Work]) -> Computed:
+        batch, by_id = self._pack(works)  # 2-4
+        if batch is None:
+            return Computed([], [], [], None)
+        caches = self._reserve(batch)
+        hidden = self.target.forward(batch, caches)  # 5  writes provisional rows only
+        picks = self._pick(batch, by_id, hidden)  # 6
+        ids = [part.sequence for part in batch.parts]
+        return Computed([by_id[id] for id in ids], list(batch.starts), [picks[id] for id in ids], hidden)
 
     def _pack(self, works: Many[Work]) -> tuple[Batch | None, dict[int, Work]]:
         """A validated batch; a sequence at fault is ended and left out."""
@@ -471,9 +515,7 @@ class Engine:
 
     def _pick_plainly(self, scored: Many[tuple[Part, Sequence]], states: Tensor) -> dict[int, Picks] | None:
         """Output head and picks in one native call; None where a request needs its logits."""
-        if self.picker is None or not all(
-            sequence.picks_plainly and sequence.request.sampling.logprobs is None for _, sequence in scored
-        ):
+        if self.picker is None or not all(sequence.picks_at_once for _, sequence in scored):
             return None
         tokens = iter(self.picker(states, [_wanted(part, sequence) for part, sequence in scored]))
         return {part.sequence: Picks(list(itertools.islice(tokens, part.num_scored))) for part, _ in scored}
@@ -489,33 +531,32 @@ class Engine:
             picks[part.sequence] = _pick_rows(sequence, part.drafts, own.numpy(), tokens)
         return picks
 
-    def _verify(self, batch: Batch, works: Mapping[int, Work], picks: Mapping[int, Picks]) -> dict[int, Verdict]:
+    def _verify(self, computed: Computed) -> list[Verdict]:
         """A prompt chunk is kept whole; few rows as far as their drafts stand and the sequence goes on."""
-        verdicts = {}
-        for part in batch.parts:
-            tokens, logprobs = picks[part.sequence].tokens, picks[part.sequence].logprobs
-            if part.chunk:
-                verdicts[part.sequence] = Verdict(part.num_rows, tuple(tokens), logprobs=tuple(logprobs))
+        verdicts = []
+        for work, picks in zip(computed.works, computed.picks, strict=True):
+            if work.chunk:
+                verdicts.append(Verdict(work.num_rows, tuple(picks.tokens), logprobs=tuple(picks.logprobs)))
             else:
-                verdict = verify(part.drafts, tokens, logprobs)
-                verdicts[part.sequence] = works[part.sequence].sequence.limit(verdict)
+                verdict = verify(work.sequence.draft, picks.tokens, picks.logprobs)
+                verdicts.append(work.sequence.limit(verdict))
         return verdicts
 
-    def _commit(self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict]) -> None:
-        for part in batch.parts:
-            keep = verdicts[part.sequence].keep
-            self._store.commit(part.sequence, keep, part.positions.at(keep - 1))
-            if works[part.sequence].sequence.in_prefill:
-                works[part.sequence].sequence.advance(keep)
+    def _commit(self, computed: Computed, verdicts: Many[Verdict]) -> None:
+        for work, verdict in zip(computed.works, verdicts, strict=True):
+            sequence, keep = work.sequence, verdict.keep
+            self._store.commit(sequence.id, keep, sequence.position(work.start + keep - 1))
+            if sequence.in_prefill:
+                sequence.advance(keep)
 
-    def _take(self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict]) -> None:
-        for part in batch.parts:
-            verdict, sequence = verdicts[part.sequence], works[part.sequence].sequence
-            if not part.chunk:
-                self._learn(self._running[sequence.id], verdict)
+    def _take(self, computed: Computed, verdicts: Many[Verdict]) -> None:
+        for work, verdict in zip(computed.works, verdicts, strict=True):
+            running = self._running[work.sequence.id]
+            if not work.chunk:
+                self._learn(running, verdict)
             if verdict.tokens:
-                self._explain(self._running[sequence.id])
-                self._ended.append(sequence.take(verdict))
+                self._explain(running)
+                self._ended.append(work.sequence.take(verdict))
 
     def _learn(self, running: Running, verdict: Verdict) -> None:
         if not verdict.drafted:
@@ -526,26 +567,34 @@ class Engine:
         if (message := alarm.message(running.drafter.kind)) is not None:
             self._warn(message)
 
-    def _draft(self, batch: Batch, works: Mapping[int, Work], verdicts: Mapping[int, Verdict], hidden: Tensor) -> float:
+    def _draft(self, computed: Computed, verdicts: Many[Verdict]) -> float:
         """Each drafter gets its sequences in one call; -> seconds that those took who guessed. A sequence that ended is
         not drafted for, but its states are handed over, since its rows may serve another request."""
         by_drafter: dict[str, list[Settled]] = {}
-        for index, part in enumerate(batch.parts):
-            running, first, states = self._running[part.sequence], batch.starts[index], None
+        for work, verdict, first in zip(computed.works, verdicts, computed.firsts, strict=True):
+            running, states = self._running[work.sequence.id], None
+            if running.drafter.kind == "none":
+                continue
             if running.drafter.wants_hidden:
-                states = hidden[first : first + verdicts[part.sequence].keep]
-            settled = self._settled(running, works[part.sequence].start, states)
+                assert computed.hidden is not None
+                states = computed.hidden[first : first + verdict.keep]
+            settled = self._settled(running, work.start, states)
             by_drafter.setdefault(running.drafter.kind, []).append(settled)
-        drafted = {name: verdict.drafted for name, verdict in verdicts.items()}
-        seconds = sum(self._propose(self._drafters[kind], settled, drafted) for kind, settled in by_drafter.items())
-        for work in works.values():
+        seconds = 0.0
+        if by_drafter:
+            drafted = {work.sequence.id: v.drafted for work, v in zip(computed.works, verdicts, strict=True)}
+            seconds = sum(self._propose(self._drafters[kind], each, drafted) for kind, each in by_drafter.items())
+        for work in computed.works:
             self._settle(work)
         return seconds
 
-    def _time(self, batch: Batch, works: Mapping[int, Work], seconds: float) -> None:
-        """Learn what a step cost in which nothing began or ended."""
-        if all(work.start >= work.sequence.num_prompt and work.sequence.finish is None for work in works.values()):
-            self._costs.add_step(batch.num_few, seconds)
+    def _time(self, computed: Computed, began: float, drafting: float) -> None:
+        """Learn what a step cost in which nothing began or ended, as long as somebody goes by it."""
+        works = computed.works
+        if not any(running.depth.goes_by_costs for running in self._running.values()):
+            return
+        if works and all(work.decodes and work.sequence.finish is None for work in works):
+            self._costs.add_step(sum(work.num_rows for work in works), self._clock() - began - drafting)
 
     def _settled(self, running: Running, start: int, states: Tensor | None) -> Settled:
         sequence, depth = running.sequence, 0

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from foreglance.request import Depth
 from foreglance.sequence import Sequence
@@ -20,8 +21,7 @@ STAYS = 0.98  # of plain speed, by estimates: a sequence that drafts goes on at 
 HOLDS = 4  # rounds that a depth is kept for while first guesses stand
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Rows [start, stop) of a sequence in this step. `chunk`: prompt rows; else the last row that is known and drafts.
 
     `at_border`: a chunk that would end here whatever the prompt goes on with.
@@ -32,6 +32,15 @@ class Work:
     stop: int
     chunk: bool
     at_border: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its rows are generated tokens and guesses."""
+        return not self.chunk and self.start >= self.sequence.num_prompt
 
 
 class Costs:
@@ -149,6 +158,10 @@ class DepthControl:
         prior = self.costs.prior(self.kind)
         self.acceptance, self.probes = Acceptance(prior), self.costs.probing(self.kind)
         self.ceiling = max(1, round(prior.expected_tokens(AUTO_DEEPEST) - 1)) if prior else 1
+
+    @property
+    def goes_by_costs(self) -> bool:
+        return self.wanted == "auto" and self.deepest > 0
 
     @property
     def is_off(self) -> bool:

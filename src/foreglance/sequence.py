@@ -93,6 +93,7 @@ class Sequence:
     undrafted  why its drafter has no more guesses for it, in words; None: it has
     guide      what its tokens may be; None: anything
     picks_plainly  whether temperature and noise alone decide its picks, so that native code can make them
+    picks_at_once  whether, besides, nothing else is asked of its logits
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Sequence:
         self.undrafted: str | None = None
         self.guide = guide
         self.picks_plainly = guide is None and is_plain(request.sampling)
+        self.picks_at_once = self.picks_plainly and request.sampling.logprobs is None
         self.prefilled = 0
         self.embeds: dict[int, Tensor] = {}
         self.counters = Counters()
@@ -207,8 +209,15 @@ class Sequence:
             return tail
         return Positions.join([self.rows.positions.part(start, self.num_prompt), tail])
 
-    def last_position(self) -> Coordinates:
-        return self.positions(self.committed - 1, self.committed).at(0)
+    def coordinate(self, row: int) -> int:
+        """Of a row behind the prompt, on every axis."""
+        return self._next_coordinate + row - self.num_prompt
+
+    def position(self, row: int) -> Coordinates:
+        """Of one row, known or about to be drafted."""
+        if row < self.num_prompt:
+            return self.rows.positions.at(row)
+        return (self.coordinate(row),) * self._axes
 
     def identities(self, stop: int) -> np.ndarray:
         """int64 [stop]: what the first rows are, for prefix reuse."""

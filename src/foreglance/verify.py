@@ -7,13 +7,12 @@ emitted is always the target's own text and the drafter can only change how many
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from foreglance.request import LogProb
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What a step gained for one sequence.
 
     `keep` rows of the step stay in the cache; `tokens` are what follows them: first the `accepted` drafts, then, unless

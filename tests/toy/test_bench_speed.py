@@ -135,9 +135,8 @@ def test_a_mixture_reads_the_experts_that_are_chosen():
 def test_a_step_of_k_rows_has_k_rows_however_the_text_goes():
     bench = speed.Bench("tiny-qwen", "fp32", 1, 256, 1)
     engine = bench.running(4, 16)
-    rows = []
-    forward = engine.target.forward
-    engine.target.forward = lambda batch, caches: (rows.append(batch.num_rows), forward(batch, caches))[1]
+    rows, reserve = [], engine._store.reserve
+    engine._store.reserve = lambda sequence, count: (rows.append(count), reserve(sequence, count))[1]
     for _ in range(5):
         speed.timed_step(engine)
     assert rows == [4] * 5

@@ -52,8 +52,8 @@ def answers(served) -> list[list[int]]:
 @pytest.mark.parametrize("steps_before", (0, 1, 4), ids=("waiting", "prefill", "decoding"))
 def test_a_client_that_leaves_is_forgotten_within_one_step(served, monkeypatch, stream, steps_before):
     served.settle()
-    forward, calls = served.engine.target.forward, []
-    monkeypatch.setattr(served.engine.target, "forward", lambda *given: calls.append(1) or forward(*given))
+    step, calls = served.engine._step, []
+    monkeypatch.setattr(served.engine, "_step", lambda works: calls.append(1) or step(works))
     with served.held():
         connection = raw_request(served.url, body_of(stream=stream))
         until(lambda: served.engine.num_running + served.engine.num_waiting == 1, "the request is in the engine")

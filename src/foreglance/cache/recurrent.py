@@ -148,6 +148,7 @@ class Stepped:
         self._window = torch.empty(self._tail + SPARE, channels)
         self._states = torch.empty(2, *of_state)
         self._steps = torch.empty(SPARE, spec.step_size())
+        self._rooms = len(self._window) - self._tail, len(self._steps)
         self._cells[STATES] = self._states.data_ptr()
         self._cells[WINDOW], self._cells[STEPS] = self._window.data_ptr(), self._steps.data_ptr()
         self.load(state)
@@ -162,13 +163,19 @@ class Stepped:
     def make_room(self, num_rows: int) -> None:
         cells = self._cells
         at, first, pending = cells[AT], cells[FIRST], cells[PENDING]
-        if at + self._tail + num_rows > len(self._window):
-            self._window = _moved(self._window, at, self._tail, num_rows)
-            cells[WINDOW], cells[AT] = self._window.data_ptr(), 0
-        if first + pending + num_rows > len(self._steps):
-            self._steps = _moved(self._steps, first, pending, num_rows)
-            cells[STEPS], cells[FIRST] = self._steps.data_ptr(), 0
+        inputs, steps = self._rooms
+        if at + num_rows > inputs or first + pending + num_rows > steps:
+            self._move(num_rows)
         cells[RENEW] = pending >= REPEATED
+
+    def _move(self, num_rows: int) -> None:
+        """What is in use to the front, of larger memory if need be."""
+        cells = self._cells
+        self._window = _moved(self._window, cells[AT], self._tail, num_rows)
+        self._steps = _moved(self._steps, cells[FIRST], cells[PENDING], num_rows)
+        self._rooms = len(self._window) - self._tail, len(self._steps)
+        cells[WINDOW], cells[STEPS] = self._window.data_ptr(), self._steps.data_ptr()
+        cells[AT] = cells[FIRST] = 0
 
     def commit(self, keep: int) -> None:
         """Keep the first rows of the last forward of a kernel."""

@@ -79,6 +79,11 @@ class SequenceCache:
         for layer in self.recurrent:
             layer.make_room(num_rows)
 
+    def filled(self, num_rows: int) -> None:
+        """Kernels have computed the first `num_rows` provisional rows of recurrent layers."""
+        for layer in self.recurrent:
+            layer.filled(num_rows)
+
     def cut(self, start: int) -> Segment:
         """Copies of the committed rows from `start` on."""
         return Segment(start, self.rows, self.last, [layer.piece(start, self.rows) for layer in self.layers])

@@ -386,12 +386,12 @@ class Gemma4:
         self.vision: GemmaVision | None = None
         self.table = load.tensor("embed_tokens.weight", spec.vocab_size, shape.hidden)
         self.output = load.packed(["embed_tokens.weight"], lambda: self.table)
-        self._placeholders, self._padding, self._softcap = frozenset(placeholders), padding, softcap
+        self._padding, self._softcap = padding, softcap
         self._per_layer = PerLayerTable(load, shape, spec.vocab_size) if shape.per_layer else None
         layers = [Layer(load.at(f"layers.{i}"), shape, layer) for i, layer in enumerate(shape.layers)]
         self._writers, self._readers = layers[: len(spec.caches)], layers[len(spec.caches) :]
         self._norm = load.norm("norm", shape.hidden)
-        self.plans = Plans(load.ops, self._forward)
+        self.plans = Plans(load.ops, self._forward, dict.fromkeys(placeholders, padding))
 
     @property
     def lends(self) -> dict[str, int]:
@@ -404,8 +404,9 @@ class Gemma4:
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
         """States of chunk rows that are not scored are not computed if layers share caches: they are not a number.
         Placeholder tokens count as padding."""
-        if not self._placeholders.isdisjoint(batch.token_ids.tolist()):
-            is_one = torch.isin(batch.token_ids, torch.tensor(sorted(self._placeholders)))
+        placeholders = self.plans.read_as
+        if not placeholders.keys().isdisjoint(batch.token_ids.tolist()):
+            is_one = torch.isin(batch.token_ids, torch.tensor(sorted(placeholders)))
             batch = replace(batch, token_ids=torch.where(is_one, self._padding, batch.token_ids))
         return self.plans(batch, caches)
 

@@ -10,7 +10,7 @@ else in a plan depends on values. A forward that computes something outside `ops
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
@@ -360,9 +360,11 @@ class ReaderPlan:
 
 
 class Plans:
-    """A family's forward, recorded where that can be done."""
+    """A family's forward, recorded where that can be done. `read_as`: tokens that it takes for others; who calls it has
+    put those in their place."""
 
-    def __init__(self, ops: Ops, forward: Forward):
+    def __init__(self, ops: Ops, forward: Forward, read_as: Mapping[int, int] | None = None):
+        self.read_as = read_as or {}
         self.ops = ops if isinstance(ops, NativeOps) else None
         self._forward = forward
         self._plans: dict[int, Plan] = {}
@@ -391,10 +393,13 @@ class Plans:
         plan.load(batch, caches)
         self.ops.run(plan.lines)
         for part in batch.parts:
-            for layer in caches[part.sequence].recurrent:
-                layer.filled(part.num_rows)
+            caches[part.sequence].filled(part.num_rows)
         assert plan.output is not None
         return plan.output.clone()
+
+    def plan(self, num_rows: int) -> Plan | None:
+        """None while the forward of so many rows is not recorded."""
+        return self._plans.get(num_rows)
 
     @torch.inference_mode()
     def profile(self, caches: Caches, times: int = 50) -> dict[int, list[PlanLine]]:

@@ -1,0 +1,76 @@
+"""Steps in one native call: the tokens of the way station by station, in any company; an error ends the requests of its
+step."""
+
+from collections import Counter
+
+import pytest
+from support.embedded import SEEING, ask, engine_of, run, scene
+
+from foreglance.engine import Engine
+from foreglance.models.steps import StepPlan
+from foreglance.ops.numerics import kernels_are_native
+
+pytestmark = pytest.mark.skipif(not kernels_are_native(), reason="native kernels are missing or switched off")
+
+
+def requests():
+    """Some pick plainly, some do not, so that both ways take turns with the same sequences."""
+    return [
+        ask("Describe the image.", [scene(1)], depth=3, max_tokens=40),
+        ask("Describe the image.", [scene(2)], depth=2, max_tokens=24, temperature=0.8, seed=5),
+        ask("What is this?", [scene(1), scene(3)], draft="none", max_tokens=32, temperature=1.2, seed=(1 << 64) - 1),
+        ask("Hello!", depth=5, max_tokens=9, repetition_penalty=1.3),
+        ask("Describe the image.", [scene(4)], draft="ngram", depth=4, max_tokens=16, logprobs=2),
+    ]
+
+
+def station_by_station(engine: Engine) -> Engine:
+    engine._steps = None
+    return engine
+
+
+@pytest.mark.parametrize("slots", (1, 2, 5))
+@pytest.mark.parametrize("name", SEEING)
+def test_steps_at_once_pick_what_the_stations_pick(name, slots, monkeypatch):
+    ways = Counter()
+    for way in ("_compute_at_once", "_compute"):
+        whole = getattr(Engine, way)
+
+        def counted(engine, works, way=way, whole=whole):
+            done = whole(engine, works)
+            ways[way] += done is not None
+            return done
+
+        monkeypatch.setattr(Engine, way, counted)
+    engine = engine_of(name, slots=slots)
+    at_once = run(engine, *requests())
+    assert min(ways["_compute_at_once"], ways["_compute"]) >= 5, "both ways were gone"
+    by_stations = run(station_by_station(engine_of(name, slots=slots)), *requests())
+    assert [result.token_ids for result in at_once] == [result.token_ids for result in by_stations]
+    assert [result.timings.accepted for result in at_once] == [result.timings.accepted for result in by_stations]
+
+
+@pytest.mark.parametrize("late", (False, True), ids=("before", "after"))
+@pytest.mark.parametrize("name", SEEING)
+def test_an_error_in_a_step_at_once_ends_the_requests_of_that_step(name, late, monkeypatch):
+    engine, many, calls = engine_of(name, slots=2), requests()[:4], []
+    want = [result.token_ids for result in run(engine_of(name, slots=2), *many)]
+    whole = StepPlan.run
+
+    def broken(plan, rows):
+        calls.append(len(rows))
+        if len(calls) == 3 and not late:
+            raise MemoryError("no more memory")
+        picks = whole(plan, rows)
+        if len(calls) == 3:
+            raise MemoryError("no more memory")
+        return picks
+
+    monkeypatch.setattr(StepPlan, "run", broken)
+    results = engine.generate(many)
+    engine.check()
+    assert sum(result.error is not None for result in results) == calls[2]
+    for result, tokens in zip(results, want, strict=True):
+        assert result.token_ids == tokens[: len(result.token_ids)]
+        assert result.error is not None or result.token_ids == tokens
+    assert [result.token_ids for result in run(engine, *requests()[:4])] == want
