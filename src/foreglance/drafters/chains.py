@@ -57,6 +57,7 @@ class ChainRunner:
 
     def __init__(self, model: ChainModel, store: CacheStore, vocab_size: int):
         self._model, self._store, self._vocab_size = model, store, vocab_size
+        self._guessing = model if isinstance(model, Guessing) else None
 
     def forward(
         self, parts: Many[Part], inputs: InputSpec, keep: Mapping[int, int] | None = None
@@ -98,8 +99,8 @@ class ChainRunner:
         """
         while alive := [chain for chain in chains if len(chain.tokens) < chain.depth]:
             plan = None
-            if isinstance(self._model, Guessing) and all(chain.sequence.picks_plainly for chain in alive):
-                plan = self._model.plans.chain(len(alive), self._model, MAX_DEPTH)
+            if self._guessing is not None and all(chain.sequence.picks_plainly for chain in alive):
+                plan = self._guessing.plans.chain(len(alive), self._guessing, MAX_DEPTH)
             if plan is None or any(self._store[chain.sequence.id].recurrent for chain in alive):
                 return
             depth = min(chain.depth - len(chain.tokens) for chain in alive)
@@ -120,10 +121,10 @@ class ChainRunner:
         """What catches up with `num_rows` rows of one sequence and guesses, in native calls without a batch: a function
         of the rows' tokens, the first one's coordinate, the states [rows, h] that they carry, and the depth. None where
         rows of that number are not recorded or more than temperature decides a pick."""
-        cache = self._store[sequence.id]
-        if not isinstance(self._model, Guessing) or cache.recurrent or not sequence.picks_plainly:
+        cache, model = self._store[sequence.id], self._guessing
+        if model is None or cache.recurrent or not sequence.picks_plainly:
             return None
-        plan = self._model.plans.catch_up(num_rows, self._model, MAX_DEPTH)
+        plan = model.plans.catch_up(num_rows, model, MAX_DEPTH)
         if plan is None:
             return None
 
@@ -146,10 +147,10 @@ class ChainRunner:
         batch: a function of the rows' tokens, the first one's coordinate, the states [rows, h] that they carry in
         pieces, how many rows to keep, and how many guesses there are; -> the guess and the states that were made. None
         where rows of that number are not recorded or more than temperature decides a pick."""
-        cache = self._store[sequence.id]
-        if not isinstance(self._model, Guessing) or cache.recurrent or not sequence.picks_plainly:
+        cache, model = self._store[sequence.id], self._guessing
+        if model is None or cache.recurrent or not sequence.picks_plainly:
             return None
-        plan = self._model.plans.link(num_rows, self._model)
+        plan = model.plans.link(num_rows, model)
         if plan is None:
             return None
 

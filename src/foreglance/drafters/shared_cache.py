@@ -36,6 +36,7 @@ class SharedCacheDrafter:
 
     def __init__(self, reader: Reader, target_store: CacheStore):
         self._reader, self._target_store = reader, target_store
+        self._at_once_reader = reader if isinstance(reader, ReadingAtOnce) else None
 
     def key(self, sequence: Sequence) -> str | None:
         return None
@@ -69,8 +70,8 @@ class SharedCacheDrafter:
     def _at_once(self, chain: Chain) -> tuple[int, ...] | None:
         """Steps 2 and 3 of a single sequence in one native call; None where they are not recorded or more than
         temperature decides a pick."""
-        sequence, reader = chain.sequence, self._reader
-        if not isinstance(reader, ReadingAtOnce) or not sequence.picks_plainly:
+        sequence, reader = chain.sequence, self._at_once_reader
+        if reader is None or not sequence.picks_plainly:
             return None
         position, lent = self._position(sequence), self._lent(sequence)
         plan = reader.plan(len(position), lent)
