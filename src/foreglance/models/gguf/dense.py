@@ -18,17 +18,14 @@ from torch import Tensor
 
 from foreglance.models import dense
 from foreglance.models.base import ModelError
+from foreglance.models.gguf.family import Family
 from foreglance.models.gguf.file import GgufFile
 from foreglance.models.gguf.naming import AS_IT_IS, PLUS_ONE, Change, Speller, Spelling
 from foreglance.models.layers import FREQUENCY_FACTORS, default_inv_freq
 
 LLAMA, QWEN3, GEMMA3 = "llama", "qwen3", "gemma3"
-ARCHITECTURES = (LLAMA, QWEN3, GEMMA3)
-MODEL_TYPES = ("llama", "qwen3", "gemma3_text")
-CLASSES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM")
-TOWER_PREFIXES: tuple[str, ...] = ()
-NOT_EXPORTED: tuple[str, ...] = ()
-SHARED: tuple[str, ...] = ()
+MODEL_TYPES = {LLAMA: "llama", QWEN3: "qwen3", GEMMA3: "gemma3_text"}
+CLASSES = {LLAMA: "LlamaForCausalLM", QWEN3: "Qwen3ForCausalLM", GEMMA3: "Gemma3ForCausalLM"}
 TRUNK = "model."
 PERIOD, THETA = 6, 10_000.0  # of gemma3's sliding layers, and what they turn by, where a file does not say
 LARGEST_GEMMA3 = 62  # layers of the one whose attention is scaled in another way
@@ -52,28 +49,6 @@ PRODUCTS = {
 }
 
 
-def is_draft(file: GgufFile) -> bool:
-    """A text decoder is a model of its own, also where it drafts."""
-    return False
-
-
-def has_tower(file: GgufFile) -> bool:
-    """Text only; the tower of a Gemma-3 that has one is left alone."""
-    return False
-
-
-def num_heads(file: GgufFile) -> int:
-    return 0
-
-
-def of_head(hub: str, config: dict[str, Any]) -> bool:
-    return False
-
-
-def with_heads(config: dict[str, Any], count: int) -> dict[str, Any]:
-    return config
-
-
 def config_of(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     """The hub config that a file's metadata amounts to."""
     arch = file.need("general.architecture")
@@ -93,8 +68,8 @@ def config_of(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
             f"{file.path}: heads whose values are of another size, or that turn in part, are not supported"
         )
     config = {
-        "architectures": [CLASSES[ARCHITECTURES.index(arch)]],
-        "model_type": MODEL_TYPES[ARCHITECTURES.index(arch)],
+        "architectures": [CLASSES[arch]],
+        "model_type": MODEL_TYPES[arch],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": need("embedding_length"),
         "intermediate_size": _one(need("feed_forward_length"), file),
@@ -170,7 +145,8 @@ def _scalar(config: dict[str, Any]) -> int:
 
 def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
     """The file's values for a hub config."""
-    arch, shape = ARCHITECTURES[MODEL_TYPES.index(config["model_type"])], dense.Shape.of(config)
+    shape = dense.Shape.of(config)
+    arch = next(arch for arch, kind in MODEL_TYPES.items() if kind == config["model_type"])
     if shape.gate != GATES[arch]:
         raise ModelError(f"llama.cpp gates the MLP of {arch} with {GATES[arch]}, this checkpoint's is {shape.gate}")
     ropes = config["rope_parameters"]
@@ -251,7 +227,7 @@ def spellings(config: dict[str, Any]) -> list[Spelling]:
     """Every tensor of a decoder, whether a file has it or not."""
     shape, spell = dense.Shape.of(config), Speller()
     norm = PLUS_ONE if shape.traits.centred_norms else AS_IT_IS
-    paired = config["model_type"] == MODEL_TYPES[0]
+    paired = config["model_type"] == MODEL_TYPES[LLAMA]
     spell.add(f"{TRUNK}embed_tokens.weight", "token_embd.weight")
     spell.add(f"{TRUNK}norm.weight", "output_norm.weight", change=norm)
     spell.add("lm_head.weight", "output.weight")
@@ -274,3 +250,8 @@ def _in_pairs(heads: int) -> Change:
         return tensor.unflatten(0, (heads, *inner)).transpose(1, 2).flatten(0, 2)
 
     return Change(lambda t: (turned(t, (2, -1)),), lambda t: turned(t, (-1, 2)))
+
+
+FAMILIES = tuple(
+    Family(arch, kind, config_of, metadata_of, spellings, extra_tensors) for arch, kind in MODEL_TYPES.items()
+)

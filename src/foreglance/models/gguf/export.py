@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,13 @@ from torch import Tensor
 
 from foreglance.models import registry
 from foreglance.models.base import ModelError
-from foreglance.models.gguf import dense, gemma4, qwen3_5, step35
+from foreglance.models.gguf.families import BY_MODEL_TYPE
+from foreglance.models.gguf.family import Family
 from foreglance.models.gguf.naming import Spelling
 from foreglance.models.gguf.tokens import tokenizer_metadata
 from foreglance.models.weights import Weights
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-FAMILIES: dict[str, ModuleType] = {
-    kind: module for module in (qwen3_5, gemma4, step35, dense) for kind in module.MODEL_TYPES
-}
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2}  # llama.cpp's numbers for general.file_type
 MODEL_TRUNKS = ("model.language_model.", "model.")
 
@@ -72,38 +69,39 @@ def export(
     if kind not in TYPES:
         raise ModelError(f"type {kind!r} is unknown; there are {', '.join(TYPES)}")
     model_type = registry.model_type_of(folder)
-    family = FAMILIES.get(model_type)
+    family = BY_MODEL_TYPE.get(model_type)
     if family is None:
-        raise ModelError(f"{folder}: model_type {model_type!r} cannot be exported; {', '.join(FAMILIES)} can")
+        raise ModelError(f"{folder}: model_type {model_type!r} cannot be exported; {', '.join(BY_MODEL_TYPE)} can")
     read = next((one.read_config for one in registry.FAMILIES if model_type in one.model_types), registry.auto_config)
     config = read(folder).to_dict()
     tensors = HubTensors(folder)
     spelled = [one for one in family.spellings(config) if one.hub in tensors]
-    head = [one for one in spelled if family.of_head(one.hub, config)]
+    head = [one for one in spelled if family.in_head(one.hub, config)]
     config = config if head else family.with_heads(config, 0)
     written = [out]
     if draft is None:
-        _write(out, _model_values(folder, config, family, kind), spelled, tensors, kind, family.extra_tensors(config))
+        _write(out, _model_values(folder, config, family, kind), spelled, tensors, kind, family.extra(config))
     else:
-        if not head:
+        if family.heads is None or not head:
             raise ModelError(f"{folder} has no draft head to write to {draft}")
         alone, trunk = family.with_heads(config, 0), [one for one in spelled if one not in head]
-        _write(out, _model_values(folder, alone, family, kind), trunk, tensors, kind, family.extra_tensors(config))
-        shared = [one for one in trunk if one.hub in family.SHARED]
+        _write(out, _model_values(folder, alone, family, kind), trunk, tensors, kind, family.extra(config))
+        shared = [one for one in trunk if one.hub in family.heads.shared]
         _write(draft, _model_values(folder, config, family, kind), [*shared, *head], tensors, kind)
         written.append(draft)
     if mmproj is not None:
-        if not config.get("vision_config"):
+        if family.tower is None or not config.get("vision_config"):
             raise ModelError(f"{folder} has no vision tower to write to {mmproj}")
         processor = json.loads((folder / "preprocessor_config.json").read_text())
-        towers = family.vision_spellings(config)
-        _write(mmproj, family.vision_metadata_of(config, processor), towers, tensors, "f16" if kind != "f32" else kind)
+        values, towers = family.tower.metadata_of(config, processor), family.tower.spellings(config)
+        _write(mmproj, values, towers, tensors, "f16" if kind != "f32" else kind)
         written.append(mmproj)
-    tensors.finish(family.NOT_EXPORTED if mmproj is not None else (*family.NOT_EXPORTED, *family.TOWER_PREFIXES))
+    tower = () if mmproj is not None or family.tower is None else family.tower.prefixes
+    tensors.finish((*family.left, *tower))
     return written
 
 
-def _model_values(folder: Path, config: dict[str, Any], family: ModuleType, kind: str) -> dict[str, Any]:
+def _model_values(folder: Path, config: dict[str, Any], family: Family, kind: str) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from types import ModuleType
 
 from torch import Tensor
 
 from foreglance.models.base import ModelError
-from foreglance.models.gguf import dense, gemma4, qwen3_5, step35
+from foreglance.models.gguf.families import BY_ARCHITECTURE
+from foreglance.models.gguf.family import Family, num_heads
 from foreglance.models.gguf.file import GgufFile, Stored
 from foreglance.models.gguf.naming import Spelling
 from foreglance.models.gguf.tokens import token_list, write_tokenizer
@@ -28,9 +28,6 @@ from foreglance.models.weights import in_words
 
 POINTER = "gguf-files.json"
 SUFFIX = ".gguf"
-FAMILIES: dict[str, ModuleType] = {
-    arch: module for module in (qwen3_5, gemma4, step35, dense) for arch in module.ARCHITECTURES
-}
 FORMATS = {"F32": "fp32", "F64": "fp32", "F16": "fp16", "BF16": "fp16"}  # beside the quantised types
 FOUR_BITS = ("Q4", "Q3", "Q2", "IQ", "TQ", "MXFP4", "NVFP4")  # of four bits or fewer; the rest go to eight
 COUNTS = (".block_count", ".nextn_predict_layers")  # of layers, each of which has tensors
@@ -70,36 +67,37 @@ def _stamp(path: Path) -> tuple[int, int]:
 def _lay_out(model: Path, mmproj: Path | None, draft: Path | None, stamp: tuple[tuple[int, int], ...]) -> Path:
     file = GgufFile(model)
     family = _family(file)
-    if family.is_draft(file):
+    if family.is_head_alone(file):
         raise ModelError(f"{model} holds a draft head alone; give the target with --model and this file with --draft")
-    mmproj = mmproj if family.has_tower(file) else None
     config = family.config_of(file, token_list(file))
     folder = Path(tempfile.mkdtemp(prefix="foreglance-")) / model.name.removesuffix(SUFFIX)
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     folder.mkdir()
     write_tokenizer(file, folder)
-    if mmproj is not None:
+    if mmproj is None or family.tower is None:
+        mmproj = None
+    else:
         with in_words(mmproj):
             tower = GgufFile(mmproj)
             _check_counts(tower)
-            config["vision_config"] = family.vision_config_of(tower)
-            (folder / "preprocessor_config.json").write_text(json.dumps(family.processor_of(tower)))
+            config["vision_config"] = family.tower.config_of(tower)
+            (folder / "preprocessor_config.json").write_text(json.dumps(family.tower.processor_of(tower)))
     if draft is not None:
         _check_draft(file, GgufFile(draft), family)
-        config = family.with_heads(config, family.num_heads(GgufFile(draft)))
+        config = family.with_heads(config, num_heads(GgufFile(draft)))
     (folder / "config.json").write_text(json.dumps(config))
     paths = {"model": model, "mmproj": mmproj, "draft": draft}
     (folder / POINTER).write_text(json.dumps({name: str(p.resolve()) for name, p in paths.items() if p is not None}))
     return folder
 
 
-def _family(file: GgufFile) -> ModuleType:
+def _family(file: GgufFile) -> Family:
     arch = file.need("general.architecture")
     _check_counts(file)
-    if arch not in FAMILIES:
+    if arch not in BY_ARCHITECTURE:
         hint = "; it is a vision tower, give it with --mmproj" if arch == "clip" else ""
-        raise ModelError(f"{file.path}: architecture {arch!r} is not supported, {', '.join(FAMILIES)} are{hint}")
-    return FAMILIES[arch]
+        raise ModelError(f"{file.path}: architecture {arch!r} is not supported, {', '.join(BY_ARCHITECTURE)} are{hint}")
+    return BY_ARCHITECTURE[arch]
 
 
 def _check_counts(file: GgufFile) -> None:
@@ -119,13 +117,13 @@ def _beside(model: Path) -> Path | None:
 def holds_draft_alone(path: Path) -> bool:
     """Whether a file is an MTP block that goes with a target's file."""
     file = GgufFile(path)
-    family = FAMILIES.get(file.get("general.architecture"))
-    return family is not None and family.is_draft(file)
+    family = BY_ARCHITECTURE.get(file.get("general.architecture"))
+    return family is not None and family.is_head_alone(file)
 
 
-def _check_draft(target: GgufFile, draft: GgufFile, family: ModuleType) -> None:
+def _check_draft(target: GgufFile, draft: GgufFile, family: Family) -> None:
     arch = target.need("general.architecture")
-    if draft.get("general.architecture") != arch or not family.is_draft(draft):
+    if draft.get("general.architecture") != arch or not family.is_head_alone(draft):
         raise ModelError(f"{draft.path} is no draft head of {arch}, the architecture of {target.path}")
     key = f"{arch}.embedding_length"
     if draft.need(key) != target.need(key):
@@ -183,12 +181,12 @@ class GgufTensors:
         self._found: dict[str, tuple[GgufFile, Spelling]] = {}
         self._unknown: dict[str, GgufFile] = {}
         spelled = family.spellings(config)
-        self._add(target, [s for s in spelled if "draft" not in paths or not family.of_head(s.hub, config)])
+        self._add(target, [s for s in spelled if "draft" not in paths or not family.in_head(s.hub, config)])
         if "draft" in paths:
             draft = GgufFile(paths["draft"])
-            self._add(draft, [s for s in spelled if family.of_head(s.hub, config)], whole=False)
-        if "mmproj" in paths:
-            self._add(GgufFile(paths["mmproj"]), family.vision_spellings(config))
+            self._add(draft, [s for s in spelled if family.in_head(s.hub, config)], whole=False)
+        if "mmproj" in paths and family.tower is not None:
+            self._add(GgufFile(paths["mmproj"]), family.tower.spellings(config))
 
     def _add(self, file: GgufFile, spelled: list[Spelling], whole: bool = True) -> None:
         here = [one for one in spelled if all(name in file.tensors for name in one.file)]

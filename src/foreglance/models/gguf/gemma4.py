@@ -18,16 +18,14 @@ from torch import Tensor
 
 from foreglance.models import gemma4
 from foreglance.models.base import ModelError
+from foreglance.models.gguf.family import Family, Tower
 from foreglance.models.gguf.file import GgufFile
 from foreglance.models.gguf.naming import AS_IT_IS, Change, Speller, Spelling
 
 TARGET, ASSISTANT = "gemma4", "gemma4-assistant"
-ARCHITECTURES = (TARGET, ASSISTANT)
-MODEL_TYPES = ("gemma4", "gemma4_assistant")
+MODEL_TYPES = {TARGET: "gemma4", ASSISTANT: "gemma4_assistant"}
 PROJECTOR = "gemma4v"
 TRUNK, TOWER = "model.language_model.", "model."
-TOWER_PREFIXES = ("model.vision_tower.", "model.embed_vision.")
-NOT_EXPORTED = ("model.audio_tower.", "model.embed_audio.")
 TAGS = {
     "image_token_id": "<|image|>",
     "boi_token_id": "<|image>",
@@ -86,29 +84,6 @@ SCALAR = Change(lambda t: (t.reshape(1),), lambda t: t.reshape(()))
 LONG = Change(lambda t: (t.int(),), lambda t: t.long())
 
 
-def is_draft(file: GgufFile) -> bool:
-    """An assistant is a model of its own, so no file is a part of another."""
-    return False
-
-
-def has_tower(file: GgufFile) -> bool:
-    """An assistant sees no images: it reads what its target made of them."""
-    return file.need("general.architecture") == TARGET
-
-
-def num_heads(file: GgufFile) -> int:
-    return 0
-
-
-def of_head(hub: str, config: dict[str, Any]) -> bool:
-    """The family's draft is a model of its own."""
-    return False
-
-
-def with_heads(config: dict[str, Any], count: int) -> dict[str, Any]:
-    return config
-
-
 def extra_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
     """Which frequencies of full layers turn, and how much slower."""
     text = config["text_config"]
@@ -118,9 +93,13 @@ def extra_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
     return {"rope_freqs.weight": torch.tensor([slower] * turning + [STILL] * (size // 2 - turning))}
 
 
+def _is_assistant(config: dict[str, Any]) -> bool:
+    return config["model_type"] == MODEL_TYPES[ASSISTANT]
+
+
 def _shape(config: dict[str, Any]) -> gemma4.Shape:
     text = config["text_config"]
-    lent = {kind: 0 for kind in text["layer_types"]} if config["model_type"] == MODEL_TYPES[1] else None
+    lent = {kind: 0 for kind in text["layer_types"]} if _is_assistant(config) else None
     return gemma4.Shape.of(text, lent)
 
 
@@ -241,7 +220,7 @@ def _turning(file: GgufFile) -> dict[str, float]:
 def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
     """The file's values for a hub config."""
     text, shape = config["text_config"], _shape(config)
-    arch = ARCHITECTURES[MODEL_TYPES.index(config["model_type"])]
+    arch = ASSISTANT if _is_assistant(config) else TARGET
     full = next(layer for layer in shape.layers if layer.kind == gemma4.FULL)
     slides = next((layer for layer in shape.layers if layer.kind == gemma4.SLIDING), full)
     rope = text["rope_parameters"]
@@ -351,7 +330,7 @@ def vision_metadata_of(config: dict[str, Any], processor: dict[str, Any]) -> dic
 
 def spellings(config: dict[str, Any]) -> list[Spelling]:
     """Every tensor of a target or an assistant, whether a file has it or not."""
-    assistant = config["model_type"] == MODEL_TYPES[1]
+    assistant = _is_assistant(config)
     trunk, spell = "model." if assistant else TRUNK, Speller()
     top = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
     if not assistant:
@@ -394,3 +373,25 @@ def vision_spellings(config: dict[str, Any]) -> list[Spelling]:
             for clip in clips:
                 spell.add(f"{hub}{ours}.{clip}", f"{file}{theirs}.{clip}", change=SCALAR)
     return spell.made
+
+
+SEES = Tower(
+    ("model.vision_tower.", "model.embed_vision."),
+    vision_config_of,
+    processor_of,
+    vision_metadata_of,
+    vision_spellings,
+)
+FAMILIES = tuple(
+    Family(
+        arch,
+        kind,
+        config_of,
+        metadata_of,
+        spellings,
+        extra_tensors,
+        tower=SEES if arch == TARGET else None,  # an assistant reads what its target made of images
+        left=("model.audio_tower.", "model.embed_audio."),
+    )
+    for arch, kind in MODEL_TYPES.items()
+)

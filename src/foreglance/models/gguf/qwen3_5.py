@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from foreglance.models.base import ModelError
+from foreglance.models.gguf.family import Family, Heads, Tower, num_heads
 from foreglance.models.gguf.file import GgufFile
 from foreglance.models.gguf.naming import (
     AS_IT_IS,
@@ -30,13 +29,9 @@ from foreglance.models.gguf.naming import (
 )  # fmt: skip
 
 DENSE, MOE = "qwen35", "qwen35moe"
-ARCHITECTURES = (DENSE, MOE)
 PROJECTOR = "qwen3vl_merger"
 TRUNK, TOWER, MTP = "model.language_model.", "model.visual.", "mtp."
-MODEL_TYPES = ("qwen3_5", "qwen3_5_moe")
-TOWER_PREFIXES = (TOWER,)
-NOT_EXPORTED = ()
-SHARED = (f"{TRUNK}embed_tokens.weight", f"{TRUNK}norm.weight", "lm_head.weight")  # also in a draft head's own file
+MODEL_TYPES = {DENSE: "qwen3_5", MOE: "qwen3_5_moe"}
 IMAGE_TAGS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
@@ -71,36 +66,6 @@ TOWER_BLOCK = {
     "mlp.linear_fc1": "ffn_up",
     "mlp.linear_fc2": "ffn_down",
 }
-
-
-def is_draft(file: GgufFile) -> bool:
-    """Whether a file holds an MTP block alone."""
-    return "blk.0.attn_norm.weight" not in file.tensors and any(".nextn." in name for name in file.tensors)
-
-
-def has_tower(file: GgufFile) -> bool:
-    """Whether a vision tower may belong to this file."""
-    return True
-
-
-def num_heads(file: GgufFile) -> int:
-    """MTP blocks in a file."""
-    return file.get(f"{file.need('general.architecture')}.nextn_predict_layers", 0)
-
-
-def of_head(hub: str, config: dict[str, Any]) -> bool:
-    """Whether a hub tensor belongs to the draft head."""
-    return hub.startswith(MTP)
-
-
-def with_heads(config: dict[str, Any], count: int) -> dict[str, Any]:
-    """The config with that many MTP blocks."""
-    return config | {"text_config": config["text_config"] | {"mtp_num_hidden_layers": count}}
-
-
-def extra_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
-    """What a file holds besides."""
-    return {}
 
 
 def config_of(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
@@ -367,3 +332,14 @@ def vision_spellings(config: dict[str, Any]) -> list[Spelling]:
         for kind in ("weight", "bias"):
             spell.add(f"{TOWER}{ours}.{kind}", f"{theirs}.{kind}")
     return spell.made
+
+
+HEADS = Heads(
+    "mtp_num_hidden_layers",
+    lambda hub, config: hub.startswith(MTP),
+    (f"{TRUNK}embed_tokens.weight", f"{TRUNK}norm.weight", "lm_head.weight"),
+)
+SEES = Tower((TOWER,), vision_config_of, processor_of, vision_metadata_of, vision_spellings)
+FAMILIES = tuple(
+    Family(arch, kind, config_of, metadata_of, spellings, heads=HEADS, tower=SEES) for arch, kind in MODEL_TYPES.items()
+)

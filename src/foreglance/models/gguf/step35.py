@@ -18,17 +18,14 @@ from torch import Tensor
 
 from foreglance.models import step3p7
 from foreglance.models.base import ModelError
-from foreglance.models.gguf import dense, qwen3_5
+from foreglance.models.gguf import dense
+from foreglance.models.gguf.family import Family, Heads, Tower, num_heads
 from foreglance.models.gguf.file import GgufFile
 from foreglance.models.gguf.naming import PLUS_ONE, Speller, Spelling
 from foreglance.models.layers import FREQUENCY_FACTORS, default_inv_freq
 
 ARCH, PROJECTOR = "step35", "step3vl"
-ARCHITECTURES, MODEL_TYPES = (ARCH,), (step3p7.FAMILY,)
 TRUNK, TOWER, PROJECTION = "model.language_model.", "vision_model.", "vit_large_projector."
-TOWER_PREFIXES = (TOWER, PROJECTION)
-NOT_EXPORTED = ()
-SHARED = (f"{TRUNK}embed_tokens.weight", f"{TRUNK}norm.weight", "lm_head.weight")
 PLACEHOLDERS = ("<im_patch>", "<|image_pad|>")
 TURNING = {step3p7.FULL: 0.5, step3p7.SLIDING: 1.0}
 SIGMOID = 2  # llama.cpp's number for how the router scores
@@ -79,30 +76,6 @@ TOWER_BLOCK = {
     "mlp.c_proj.weight": "ffn_down.weight",
     "mlp.c_proj.bias": "ffn_down.bias",
 }
-
-
-def is_draft(file: GgufFile) -> bool:
-    """Whether a file holds MTP blocks alone."""
-    return qwen3_5.is_draft(file)
-
-
-def num_heads(file: GgufFile) -> int:
-    """MTP blocks in a file."""
-    return qwen3_5.num_heads(file)
-
-
-def has_tower(file: GgufFile) -> bool:
-    return True
-
-
-def of_head(hub: str, config: dict[str, Any]) -> bool:
-    """Layers behind the trunk's are MTP modules."""
-    layer = hub.removeprefix(f"{TRUNK}layers.").partition(".")[0]
-    return layer.isdecimal() and int(layer) >= config["text_config"]["num_hidden_layers"]
-
-
-def with_heads(config: dict[str, Any], count: int) -> dict[str, Any]:
-    return config | {"text_config": config["text_config"] | {"num_nextn_predict_layers": count}}
 
 
 def extra_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
@@ -333,3 +306,18 @@ def vision_spellings(config: dict[str, Any]) -> list[Spelling]:
         spell.add(f"{TOWER}vit_downsampler{number}.bias", f"mm.{number - 1}.bias")
     spell.add(f"{PROJECTION}weight", "mm.model.fc.weight")
     return spell.made
+
+
+def behind_the_trunk(hub: str, config: dict[str, Any]) -> bool:
+    """Whether a hub tensor belongs to a layer behind the trunk's: those are MTP modules."""
+    layer = hub.removeprefix(f"{TRUNK}layers.").partition(".")[0]
+    return layer.isdecimal() and int(layer) >= config["text_config"]["num_hidden_layers"]
+
+
+HEADS = Heads(
+    "num_nextn_predict_layers",
+    behind_the_trunk,
+    (f"{TRUNK}embed_tokens.weight", f"{TRUNK}norm.weight", "lm_head.weight"),
+)
+SEES = Tower((TOWER, PROJECTION), vision_config_of, processor_of, vision_metadata_of, vision_spellings)
+FAMILIES = (Family(ARCH, step3p7.FAMILY, config_of, metadata_of, spellings, extra_tensors, heads=HEADS, tower=SEES),)
