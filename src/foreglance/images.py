@@ -18,6 +18,7 @@ import PIL.ImageOps
 from foreglance.request import Image, ImageSource, Message, RequestError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # PIL knows dozens; some of them call other programs
+DEEP = ("I;16", "I;16L", "I;16B", "I;16N")  # modes of grey pictures of 16 bits, whose upper 8 PIL would drop
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ def _open(stream: io.BytesIO) -> PIL.Image.Image:
 def _flatten(image: PIL.Image.Image) -> PIL.Image.Image:
     """First frame as RGB, turned as its EXIF data says; transparency over white: as it is seen on a page."""
     image = PIL.ImageOps.exif_transpose(image)
+    if image.mode in DEEP:
+        image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         canvas = PIL.Image.new("RGBA", image.size, (255, 255, 255, 255))

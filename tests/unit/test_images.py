@@ -90,6 +90,13 @@ def test_every_mode_becomes_rgb(mode):
     assert (pixels.mode, pixels.size) == ("RGB", (5, 2))
 
 
+def test_sixteen_bits_of_grey_are_scaled_not_cut():
+    """PIL cuts what is above 255, so a scan of 16 bits would be all white."""
+    deep = PIL.Image.fromarray(np.arange(0, 65536, 257, dtype=np.uint16).reshape(1, 256))
+    for source in (deep, encoded(deep, "PNG")):
+        assert np.asarray(open_picture(source, LIMIT).pixels)[0].tolist() == [[value] * 3 for value in range(256)]
+
+
 def test_a_palette_keeps_its_colours():
     palette = PIL.Image.new("P", (2, 1))
     palette.putpalette([10, 20, 30] + [0] * 765)
