@@ -24,31 +24,30 @@ class Detokenizer:
 
     def __init__(self, decode: Decode):
         self._decode = decode
-        self._tokens: list[int] = []
-        self._window = 0  # first token of the window that is decoded
-        self._done = 0  # tokens whose text was given out
+        self._window: list[int] = []  # tokens that are decoded together
+        self._done = 0  # those of them whose text was given out,
+        self._before = ""  # and that text
 
     def copy(self) -> Detokenizer:
         """The same state, to look ahead with."""
         twin = Detokenizer(self._decode)
-        twin._tokens, twin._done = self._tokens[self._window :], self._done - self._window
+        twin._window, twin._done, twin._before = self._window[:], self._done, self._before
         return twin
 
     def push(self, token: int) -> str:
         """Add one token; the text it completes."""
-        self._tokens.append(token)
-        before, after = self._texts()
+        window, before = self._window, self._before
+        window.append(token)
+        after = self._decode(window)
         if after.endswith(REPLACEMENT) or len(after) <= len(before):
             return ""
-        self._window, self._done = self._done, len(self._tokens)
+        if self._done:
+            del window[: self._done]
+        self._done, self._before = len(window), self._decode(window)
         return after[len(before) :]
 
     def flush(self) -> str:
         """The text of tokens that never became whole, with replacement characters."""
-        before, after = self._texts()
-        self._done = len(self._tokens)
+        after, before = self._decode(self._window), self._before
+        self._done, self._before = len(self._window), after
         return after[len(before) :]
-
-    def _texts(self) -> tuple[str, str]:
-        window = self._tokens[self._window :]
-        return self._decode(window[: self._done - self._window]), self._decode(window)

@@ -388,17 +388,28 @@ class Prompter:
         return self.tokenizer.encode(text, add_special_tokens=special)
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
         if len(token_ids) <= SHORT:
             return self._decode_short(tuple(token_ids))
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    @cached_property
-    def _decode_short(self) -> Callable[[tuple[int, ...]], str]:
-        """Text comes token by token, and the same few tokens are decoded again and again."""
-        return lru_cache(1 << 14)(lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=True))
-
     def decode_markup(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, with the special tokens that reasoning and tool calls are written with and no others."""
+        if len(token_ids) <= SHORT:
+            return self._decode_short_markup(tuple(token_ids))
+        return self._decode_markup(token_ids)
+
+    # Text comes token by token, and the same few tokens are decoded again and again.
+
+    @cached_property
+    def _decode_short(self) -> Callable[[tuple[int, ...]], str]:
+        return lru_cache(1 << 14)(lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    @cached_property
+    def _decode_short_markup(self) -> Callable[[tuple[int, ...]], str]:
+        return lru_cache(1 << 14)(self._decode_markup)
+
+    def _decode_markup(self, token_ids: Sequence[int]) -> str:
         dropped = self._dropped
         return self.tokenizer.decode([i for i in token_ids if i not in dropped], skip_special_tokens=False)
 

@@ -236,6 +236,8 @@ class Sequence:
     def _end_among(self, tokens: tuple[int, ...]) -> int:
         """Place of the token that ends the text, else of the last one."""
         if not self.request.sampling.stop:
+            if self._eos.isdisjoint(tokens):
+                return len(tokens) - 1
             return next((i for i, token in enumerate(tokens) if token in self._eos), len(tokens) - 1)
         detokenizer, stops = self._detokenizer.copy(), self._stops.copy()
         for i, token in enumerate(tokens):

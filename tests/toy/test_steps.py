@@ -4,7 +4,7 @@ step."""
 from collections import Counter
 
 import pytest
-from support.embedded import SEEING, ask, engine_of, run, scene
+from support.embedded import SEEING, ask, engine_of, plain, run, scene
 
 from foreglance.engine import Engine
 from foreglance.models.steps import StepPlan
@@ -48,6 +48,22 @@ def test_steps_at_once_pick_what_the_stations_pick(name, slots, monkeypatch):
     by_stations = run(station_by_station(engine_of(name, slots=slots)), *requests())
     assert [result.token_ids for result in at_once] == [result.token_ids for result in by_stations]
     assert [result.timings.accepted for result in at_once] == [result.timings.accepted for result in by_stations]
+
+
+@pytest.mark.parametrize("small", (0, 1 << 30), ids=("repeated", "written"))
+def test_states_of_every_size_give_the_same_tokens(small, monkeypatch):
+    """Whether a recurrent state is repeated from an older one or written with every forward, drafts on and off."""
+    monkeypatch.setattr("foreglance.cache.recurrent.SMALL", small)
+    many = [
+        ask(
+            "Describe the image.", [scene(n)], depth=2 + n, max_tokens=120, temperature=0.6 * n, seed=n, ignore_eos=True
+        )
+        for n in range(3)
+    ]
+    drafted = run(engine_of("tiny-qwen", slots=2), *many)
+    monkeypatch.undo()
+    assert [result.token_ids for result in drafted] == [plain(request).token_ids for request in many]
+    assert all(0.1 < result.timings.acceptance < 0.95 for result in drafted), "some guesses stand, some do not"
 
 
 @pytest.mark.parametrize("late", (False, True), ids=("before", "after"))

@@ -18,10 +18,12 @@ from foreglance.ops.native import native_module
 
 State = tuple[Tensor, ...]
 # Cells of `address` as csrc/kernels.h reads them: addresses of inputs, states and steps; the first input in use, the
-# state to begin with, the first step to repeat and how many, whether the state behind those is wanted.
-WINDOW, STATES, STEPS, AT, BASE, FIRST, PENDING, RENEW = range(8)
+# state to begin with, the first step to repeat and how many, whether the state behind those is wanted, whether else
+# that behind the last row is.
+WINDOW, STATES, STEPS, AT, BASE, FIRST, PENDING, RENEW, EAGER = range(9)
 SPARE = 24  # rows that inputs and steps have room for beyond those in use, before they are moved to the front
 REPEATED = 4  # steps that are rather repeated than their state written: a state is large, a step is not
+SMALL = 1 << 18  # bytes of a layer's state that stay in the caches: it is written with every forward
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Recurrent:
 
     def __init__(self, spec: RecurrentSpec):
         self.spec = spec
-        self.address = np.zeros(8, np.int64)
+        self.address = np.zeros(9, np.int64)
         self._state = tuple(torch.zeros(shape) for shape in spec.shapes)
         self._stepped: Stepped | None = None  # in place of `_state`
         self._kept: dict[int, State] = {}  # rows -> state behind them
@@ -105,7 +107,7 @@ class Recurrent:
             self._set(self._kept[keep])
         elif 0 < keep <= self._filled:
             assert self._stepped is not None
-            self._stepped.commit(keep)
+            self._stepped.commit(keep, self._filled)
         elif keep:
             raise ValueError(
                 f"a recurrent layer has no state after {keep} of {num_rows} rows; a prompt chunk is kept whole"
@@ -138,7 +140,9 @@ class Stepped:
 
     Committing rows moves the borders and copies nothing. A state is so much larger than a step that kernels rather
     repeat a few committed steps from an older state than write a new one; from `REPEATED` steps on they do both, into
-    the other one of two states. A state is computed by the same instructions whenever that is, with the same bits.
+    the other one of two states. A small state is written by every forward, as it is behind the last row; only if not
+    all rows are kept, steps are repeated. A state is computed by the same instructions whenever that is, with the same
+    bits.
     """
 
     def __init__(self, spec: RecurrentSpec, state: State, address: np.ndarray):
@@ -150,6 +154,7 @@ class Stepped:
         self._steps = torch.empty(SPARE, spec.step_size())
         self._rooms = len(self._window) - self._tail, len(self._steps)
         self._cells[STATES] = self._states.data_ptr()
+        self._cells[EAGER] = self._states[0].nbytes < SMALL
         self._cells[WINDOW], self._cells[STEPS] = self._window.data_ptr(), self._steps.data_ptr()
         self.load(state)
 
@@ -177,13 +182,17 @@ class Stepped:
         cells[WINDOW], cells[STEPS] = self._window.data_ptr(), self._steps.data_ptr()
         cells[AT] = cells[FIRST] = 0
 
-    def commit(self, keep: int) -> None:
-        """Keep the first rows of the last forward of a kernel."""
+    def commit(self, keep: int, num_rows: int) -> None:
+        """Keep the first of `num_rows` rows of the last forward of a kernel."""
         cells = self._cells
         cells[AT] += keep
         if cells[RENEW]:
             self._renewed()
+            cells[PENDING] = keep
+            return
         cells[PENDING] += keep
+        if keep == num_rows and cells[EAGER]:
+            self._renewed()
 
     def _renewed(self) -> None:
         """The state behind the steps that were to be repeated is there."""

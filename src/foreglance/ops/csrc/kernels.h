@@ -872,7 +872,8 @@ static void attend_rows(const Arg *a, int part, int parts) {
 
 /* What a recurrent layer keeps of a sequence (cache/recurrent.py): the convolution's inputs, [rows, channels], of which
    those from AT on are in use; two states, of which BASE is the one to begin with; for each row what it did to the
-   state, of which PENDING from FIRST on are to be repeated; whether the state behind those is to be written. */
+   state, of which PENDING from FIRST on are to be repeated; whether the state behind those is to be written (RENEW), else
+   that behind the last running row (EAGER: states are small enough for the caches). */
 #define WINDOW 0
 #define STATES 1
 #define STEPS 2
@@ -881,6 +882,7 @@ static void attend_rows(const Arg *a, int part, int parts) {
 #define FIRST 5
 #define PENDING 6
 #define RENEW 7
+#define EAGER 8
 
 #define CHANNELS 1024
 /* of all rows before the next ones: inputs and weights stay in the cache */
@@ -947,14 +949,17 @@ typedef struct {
     float *steps;       /* those of the running ones */
     int64_t stride;     /* from one row's step to the next one's */
     int64_t pending, rows, dk, dv;
+    float *last; /* where the state behind the last running row goes, or null */
+    int64_t past; /* whether states are written past the caches */
 } Head;
 
 INLINE Head head_of(const int64_t *block, int64_t head, int64_t heads, int64_t rows, int64_t dk, int64_t dv) {
     int64_t cells = STEP_CELLS(dk, dv), size = heads * dk * dv;
     float *states = (float *)(intptr_t)block[STATES] + head * dk * dv;
     float *kept = (float *)(intptr_t)block[STEPS] + (block[FIRST] * heads + head) * cells;
-    return (Head){states + block[BASE] * size, block[RENEW] ? states + (1 - block[BASE]) * size : 0, kept,
-                  kept + block[PENDING] * heads * cells, heads * cells, block[PENDING], rows, dk, dv};
+    float *other = states + (1 - block[BASE]) * size;
+    return (Head){states + block[BASE] * size, block[RENEW] ? other : 0, kept, kept + block[PENDING] * heads * cells,
+                  heads * cells, block[PENDING], rows, dk, dv, block[EAGER] && !block[RENEW] ? other : 0, !block[EAGER]};
 }
 
 /* A state behind a row; the one place where it is computed, so that a repeated row gives the same bits. */
@@ -1016,8 +1021,10 @@ INLINE void delta_again(const Head *h, float *room, vf *found, int64_t c, int64_
                     moved(state[p], some(step + 2 * dk + c + p * W, lanes), step[2 * dk + dv], step[dk + i]);
             }
             UNROLL for (int p = 0; p < V; p++) store(room + (i * V + p) * W, state[p]);
-            if (h->renewed && lanes == W)
+            if (h->renewed && lanes == W && h->past)
                 UNROLL for (int p = 0; p < V; p++) store_past(h->renewed + i * dv + c + p * W, state[p]);
+            else if (h->renewed && lanes == W)
+                UNROLL for (int p = 0; p < V; p++) store(h->renewed + i * dv + c + p * W, state[p]);
             else if (h->renewed)
                 store_some(h->renewed + i * dv + c, state[0], lanes);
         }
@@ -1028,10 +1035,11 @@ INLINE void delta_again(const Head *h, float *room, vf *found, int64_t c, int64_
 }
 
 /* One running row: state after = decay state + k held, out = state after q; `next` k of the row behind it, for which
-   the state is left in `room`. `found` is state k of this row, then of the next. */
+   the state is left in `room`; without one it goes to `last`, if that is wanted. `found` is state k of this row, then of
+   the next. */
 INLINE void delta_row(const float *state, int64_t ld, float *room, float *step, const float *next, const float *v,
                       float *out, float beta, vf *found, int64_t dk, int64_t dv, int64_t c, int64_t lanes, const int V,
-                      const int LAST) {
+                      const int LAST, float *last) {
     const float *q = step, *k = step + dk;
     float decay = step[2 * dk + dv];
     vf held[8], read[8], ahead[8];
@@ -1044,7 +1052,10 @@ INLINE void delta_row(const float *state, int64_t ld, float *room, float *step, 
         UNROLL for (int p = 0; p < V; p++) {
             vf after = moved(some(state + i * ld + p * W, lanes), held[p], decay, k[i]);
             read[p] += after * q[i];
-            if (LAST) continue;
+            if (LAST) {
+                if (last) store_some(last + i * dv + c + p * W, after, lanes);
+                continue;
+            }
             store(room + (i * V + p) * W, after);
             ahead[p] += after * next[i];
         }
@@ -1070,10 +1081,10 @@ INLINE void delta_columns(const Head *h, float *room, const float *v, int64_t ld
         const float *next = step + h->stride + h->dk;
         if (r + 1 < h->rows)
             delta_row(state, ld, room, step, next, v + r * ldv, out + r * ldo, beta[r * ldb], found, h->dk, h->dv, c,
-                      lanes, V, 0);
+                      lanes, V, 0, 0);
         else
             delta_row(state, ld, room, step, next, v + r * ldv, out + r * ldo, beta[r * ldb], found, h->dk, h->dv, c,
-                      lanes, V, 1);
+                      lanes, V, 1, h->last);
         state = room;
         ld = V * W;
     }
@@ -1091,7 +1102,7 @@ static __attribute__((noinline)) void delta_head(const Head *h, const float *v, 
     for (; c + 4 * W <= h->dv; c += 4 * W) delta_columns(h, room, v, ldv, beta, ldb, out, ldo, c, W, 4);
     for (; c + W <= h->dv; c += W) delta_columns(h, room, v, ldv, beta, ldb, out, ldo, c, W, 1);
     if (c < h->dv) delta_columns(h, room, v, ldv, beta, ldb, out, ldo, c, h->dv - c, 1);
-    if (h->renewed) after_stores();
+    if (h->renewed && h->past) after_stores();
 }
 
 /* address block, heads, dk, dv: the state behind the kept rows of one sequence into its place */
