@@ -11,6 +11,7 @@
 #define ISA_NAME "avx512"
 #define W 16
 #define HAVE_AVX512 1
+#define HAVE_AVX2 1
 #include "kernels.h"
 #ifdef __clang__
 #pragma clang attribute pop

@@ -25,6 +25,12 @@ typedef uint64_t vu __attribute__((vector_size(W * 4)));
 typedef int64_t vs __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 
+#define H (W == 16 ? 8 : W) /* lanes of a vector that is soon folded: narrow ones cost less there */
+typedef float vh __attribute__((vector_size(H * 4)));
+typedef int32_t vhi __attribute__((vector_size(H * 4)));
+typedef float v4 __attribute__((vector_size(16)));
+typedef int32_t v4i __attribute__((vector_size(16)));
+
 INLINE vf load(const float *p) {
     vf v;
     memcpy(&v, p, sizeof v);
@@ -46,6 +52,36 @@ INLINE float fold(vf v) {
     return t[0];
 #endif
 }
+
+#ifdef HAVE_AVX2
+#define HALVES(v, i) _mm256_extractf128_ps((__m256)(v), i)
+#else
+#define HALVES(v, i) (v)
+#endif
+#ifdef __clang__
+#define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define LANES_OF(a, b, ...) __builtin_shuffle(a, b, (v4i){__VA_ARGS__})
+#endif
+
+/* Lane i: v [4] number i folded by `both`, halves onto each other as `fold` does it. */
+#define FOLD_FOUR(name, of, four, both)                                                                                \
+    INLINE four name(const of *v) {                                                                                    \
+        four t[4];                                                                                                     \
+        UNROLL for (int i = 0; i < 4; i++) t[i] =                                                                      \
+            H == 4 ? (four)HALVES(v[i], 0) : both((four)HALVES(v[i], 0), (four)HALVES(v[i], 1));                       \
+        four x = both(LANES_OF(t[0], t[1], 0, 1, 4, 5), LANES_OF(t[0], t[1], 2, 3, 6, 7));                             \
+        four y = both(LANES_OF(t[2], t[3], 0, 1, 4, 5), LANES_OF(t[2], t[3], 2, 3, 6, 7));                             \
+        return both(LANES_OF(x, y, 0, 2, 4, 6), LANES_OF(x, y, 1, 3, 5, 7));                                           \
+    }
+#define SUM(x, y) ((x) + (y))
+#ifdef FG_X86
+#define LARGER(x, y) ((v4)_mm_max_ps((__m128)(x), (__m128)(y)))
+#else
+#define LARGER(x, y) ((v4)(((v4i)(x) & ((x) > (y))) | ((v4i)(y) & ~((x) > (y)))))
+#endif
+FOLD_FOUR(sums_of, vhi, v4i, SUM)
+FOLD_FOUR(largest_of, vh, v4, LARGER)
 
 /* Share `part` of `total` units. */
 INLINE void share(int64_t total, int part, int parts, int64_t *from, int64_t *to) {
@@ -298,35 +334,96 @@ INLINE vi dot_bytes(vi sum, vi w, vi a) {
 INLINE vi dot_nibbles(vi sum, vi w, vi a) { return dot_bytes(sum, w, a); }
 #endif
 
+INLINE vh load_narrow(const float *p) {
+    vh v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+/* The larger size of each lane of x and of `most`, which stays where x is no number. */
+INLINE vh larger_size(vh x, vh most) {
+    vh size = (vh)((vhi)x & 0x7fffffff);
+#ifdef HAVE_AVX2
+    return (vh)_mm256_max_ps((__m256)size, (__m256)most);
+#else
+    vhi more = size > most;
+    return (vh)(((vhi)size & more) | ((vhi)most & ~more));
+#endif
+}
+
+/* 32 numbers that fit into bytes. */
+INLINE void store_bytes(int8_t *q, const vhi *v) {
+#ifdef HAVE_AVX2
+    __m256i left = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]);
+    __m256i right = _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]), all = _mm256_packs_epi16(left, right);
+    _mm256_storeu_si256((__m256i *)q, _mm256_permutevar8x32_epi32(all, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+#else
+    int32_t t[32];
+    memcpy(t, v, sizeof t);
+    for (int i = 0; i < 32; i++) q[i] = (int8_t)t[i];
+#endif
+}
+
+/* Scales and starts of four groups, numbers and bytes of `count` of them. */
+INLINE void quantize_four(const float *const *x, int8_t *q, float *scale, int32_t *start, int32_t offset,
+                          int64_t count) {
+    vh size[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        size[i] = (vh){0};
+        UNROLL for (int j = 0; j < 32 / H; j++) size[i] = larger_size(load_narrow(x[i] + j * H), size[i]);
+    }
+    v4 most = largest_of(size), of = most / 127.0f, by = (v4)((v4i)(127.0f / most) & (most > 0.0f));
+    vhi sum[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        vhi value[32 / H];
+        sum[i] = (vhi){0};
+        UNROLL for (int j = 0; j < 32 / H; j++) {
+            vh whole = (load_narrow(x[i] + j * H) * by[i] + 12582912.0f) - 12582912.0f;
+            value[j] = __builtin_convertvector(whole, vhi);
+            sum[i] += value[j];
+        }
+        if (i < count) store_bytes(q + i * 32, value);
+    }
+    v4i first = sums_of(sum) * -offset;
+    memcpy(scale, &of, sizeof of);
+    memcpy(start, &first, sizeof first);
+}
+
 /* x [M, K], q int8 [M, Kp], scale [M, Kp / 32], start int32 [M, Kp / 32], M, K, Kp, ldx, bits of the weights: `start`
    takes the offset of the weights' bytes out of a group's sum of products */
 static void quantize(const Arg *a, int part, int parts) {
     int64_t M = a[4].i, K = a[5].i, Kp = a[6].i, ldx = a[7].i, groups = Kp / 32, from, to;
+    int32_t offset = a[8].i == 8 ? BYTE_OFFSET : 8;
     share(M * groups, part, parts, &from, &to);
-    for (int64_t at = from; at < to; at++) {
-        int64_t m = at / groups, g = at % groups, have = K - g * 32;
-        const float *x = (const float *)a[0].p + m * ldx + g * 32;
-        int8_t *q = (int8_t *)a[1].p + m * Kp + g * 32;
-        float padded[32];
-        if (have < 32) {
-            memset(padded, 0, sizeof padded);
-            memcpy(padded, x, have > 0 ? have * 4 : 0);
-            x = padded;
+    int64_t m = from / groups, have = K - from % groups * 32; /* inputs of the row that are left, padding not counted */
+    const float *next = (const float *)a[0].p + m * ldx + from % groups * 32;
+    for (int64_t at = from; at < to; at += 4) {
+        int64_t count = to - at < 4 ? to - at : 4;
+        int8_t *q = (int8_t *)a[1].p + at * 32;
+        float *scale = (float *)a[2].p + at, padded[4][32], scales[4];
+        int32_t *start = (int32_t *)a[3].p + at, starts[4];
+        const float *x[4] = {next};
+        UNROLL for (int i = 0; i < 4; i++) {
+            x[i] = i < count ? next : x[0];
+            if (i >= count) continue;
+            if (have < 32) {
+                memset(padded[i], 0, sizeof padded[i]);
+                memcpy(padded[i], next, have * 4);
+                x[i] = padded[i];
+            }
+            next += 32;
+            have -= 32;
+            if (have > 0) continue;
+            next = (const float *)a[0].p + ++m * ldx;
+            have = K;
         }
-        float most = 0;
-        for (int i = 0; i < 32; i++) {
-            float size = fabsf(x[i]);
-            most = size > most ? size : most;
+        if (count == 4) {
+            quantize_four(x, q, scale, start, offset, 4);
+        } else {
+            quantize_four(x, q, scales, starts, offset, count);
+            memcpy(scale, scales, count * 4);
+            memcpy(start, starts, count * 4);
         }
-        float inverse = most > 0 ? 127.0f / most : 0.0f;
-        int32_t sum = 0;
-        for (int i = 0; i < 32; i++) {
-            int32_t value = (int32_t)((x[i] * inverse + 12582912.0f) - 12582912.0f);
-            q[i] = (int8_t)value;
-            sum += value;
-        }
-        ((float *)a[2].p)[at] = most / 127.0f;
-        ((int32_t *)a[3].p)[at] = -(a[8].i == 8 ? BYTE_OFFSET : 8) * sum;
     }
 }
 
