@@ -1,6 +1,7 @@
 """One server with the embedded model for all tests of this folder that need no settings of their own."""
 
 import pytest
+from support.disks import small_disk
 from support.served import serving
 
 from foreglance import Engine, Settings
@@ -23,3 +24,10 @@ def client(served):
     with served.openai() as client:
         yield client
     served.settle()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A folder that takes four megabytes."""
+    with small_disk(tmp_path / "disk", 4 << 20) as folder:
+        yield folder

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
+from support.disks import fill
 from support.mortal import MODEL, PHASES, SLOTS, Aim, Mortal, launching
 from support.served import PATIENCE, TRIES, data_url, user
 
@@ -174,6 +175,34 @@ def test_a_full_disk_is_said_and_costs_nothing_else(launcher, tmp_path):
             assert (tmp_path / "kept").read_bytes() == whole
             text, reused = answer(http, 1)  # the conversation is still there, and the next request is served
             assert text == want and reused > 0
+            act(http, 0, "erase")
+            assert act(http, 0, "restore", "kept").status_code == 200 and answer(http, 1)[1] > 0
+    finally:
+        server.kill()
+
+
+def test_a_disk_that_is_really_full_is_said_and_costs_nothing_else(launcher, disk):
+    """It is another one than a limit: a write may end in its midst, and clients are there meanwhile."""
+    server = Mortal(launcher, disk)
+    try:
+        with connected(server) as http, ThreadPoolExecutor(3) as pool:
+            want = answer(http, 1)[0]
+            size = act(http, 0, "save", "kept").json()["n_written"]
+            whole = (disk / "kept").read_bytes()
+            filler = fill(disk, leave=size // 2)
+            others = [pool.submit(answer, http, 1) for _ in range(6)]
+            for name in ("kept", "new") * 3:
+                while (refused := act(http, 0, "save", name)).status_code == 409:
+                    pass  # it runs one of the others
+                error = refused.json()["error"]
+                assert (refused.status_code, error["code"], error["param"]) == (507, "slot_not_written", "filename")
+                assert f"{name} cannot be written" in error["message"] and "No space left on device" in error["message"]
+                assert {path.name for path in disk.iterdir()} == {"filler", "kept"}
+                assert (disk / "kept").read_bytes() == whole
+            assert all(one.result()[0] == want for one in others)
+            filler.unlink()
+            assert act(http, 0, "save", "new").status_code == 200
+            assert {path.name for path in disk.iterdir()} == {"kept", "new"}
             act(http, 0, "erase")
             assert act(http, 0, "restore", "kept").status_code == 200 and answer(http, 1)[1] > 0
     finally:

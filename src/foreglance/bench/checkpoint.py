@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from foreglance.cache import whole
 from foreglance.models.registry import load_tokenizer
 from foreglance.models.weights import EMBEDDED, SINGLE
 from foreglance.request import RequestError
@@ -167,8 +168,6 @@ def _write_small_files(folder: Path, config: dict[str, Any], pixels: int) -> Non
 
 
 def _write_tensors(folder: Path, config: dict[str, Any], known: Calibration, generator: torch.Generator) -> None:
-    from safetensors.torch import save_file
-
     hidden, vocab = config["text_config"]["hidden_size"], config["text_config"]["vocab_size"]
     angles = _angles(hidden, len(known.cycle), generator)
     orbit = _orbit(angles, len(known.cycle), generator)
@@ -180,7 +179,8 @@ def _write_tensors(folder: Path, config: dict[str, Any], known: Calibration, gen
     for name, shape in _shapes_of(config).items():
         if name not in made:
             made[name] = _plain_tensor(name, shape, generator)
-    save_file({name: tensor.bfloat16() for name, tensor in made.items()}, folder / SINGLE, {"format": "pt"})
+    tensors = {name: (tensor.shape, [tensor.bfloat16().contiguous()]) for name, tensor in sorted(made.items())}
+    whole.write(folder / SINGLE, tensors, {"format": "pt"}, durable=False)
 
 
 def _shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

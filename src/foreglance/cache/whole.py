@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 UNFINISHED = re.compile(r"\..+\.\w{8}\.part")  # what `tempfile` makes of the names in `beside`
-TYPES = {torch.uint8: "U8", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64"}
+TYPES = {torch.uint8: "U8", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
 ALIGNMENT = 64  # of the first tensor in the file
 Stored = tuple[Sequence[int], Sequence[Tensor]]  # a shape, and the tensors whose bytes fill it one after the other
 
 
 def raw(tensor: Tensor) -> np.ndarray:
     """The bytes of a contiguous tensor, uint8 [n]."""
-    return tensor.numpy().reshape(-1).view(np.uint8)
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def write(path: Path, tensors: Mapping[str, Stored], about: Mapping[str, str], *, durable: bool) -> None:

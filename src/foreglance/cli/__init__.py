@@ -6,6 +6,7 @@ sentence on stderr and exit code 2. Owns no rule about tokens; never touches ten
 
 from __future__ import annotations
 
+import errno
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from foreglance.cli.show import print_json, to_stderr
 from foreglance.request import RequestError
 
 UsageError = typer.BadParameter.__mro__[1]  # click's; recent versions of typer carry a click of their own
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 class Commands(TyperGroup):
@@ -36,6 +38,12 @@ class Commands(TyperGroup):
         except UsageError as error:
             self._answer(ctx, error.format_message(), None, "usage")
             raise
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            to_stderr(f"foreglance: {error}", style="red")
+            self._answer(ctx, str(error), None, "not_written")
+            raise typer.Exit(2) from error
 
     @staticmethod
     def _answer(ctx: Any, message: str, param: str | None, code: str) -> None:

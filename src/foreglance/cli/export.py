@@ -42,7 +42,7 @@ def export_gguf(options: ExportOptions) -> None:
     except ModelError as error:
         raise RequestError(str(error), param="model", code="model_unusable") from error
     except OSError as error:
-        raise RequestError(f"cannot write: {error}", param="out", code="not_written") from error
+        raise RequestError(str(error), param="out", code="not_written") from error
     if options.json:
         print_json({"written": [{"path": str(path), "bytes": path.stat().st_size} for path in written]})
     else:

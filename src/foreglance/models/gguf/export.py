@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foreglance.cache import whole
 from foreglance.models import registry
 from foreglance.models.base import ModelError
 from foreglance.models.gguf.families import BY_MODEL_TYPE
@@ -122,6 +124,24 @@ def _write(
     kind: str,
     extra: Mapping[str, Tensor] | None = None,
 ) -> None:
+    """Whole or not at all. Raises `OSError` that names the file."""
+    try:
+        with whole.beside(path) as (hidden, _):
+            _write_in(hidden, values, spelled, tensors, kind, extra or {})
+            hidden.chmod(0o644)
+            os.replace(hidden, path)
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _write_in(
+    path: Path,
+    values: Mapping[str, Any],
+    spelled: Sequence[Spelling],
+    tensors: HubTensors,
+    kind: str,
+    extra: Mapping[str, Tensor],
+) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(path, values["general.architecture"])
@@ -132,7 +152,7 @@ def _write(
         for name, tensor in zip(one.file, one.change.store(tensors.get(one.hub)), strict=True):
             stored, number = _encoded(tensor, _kind_of(one, tensor, kind))
             writer.add_tensor(name, stored, raw_dtype=number)
-    for name, tensor in (extra or {}).items():
+    for name, tensor in extra.items():
         writer.add_tensor(name, tensor.numpy(), raw_dtype=GGMLQuantizationType.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
