@@ -339,7 +339,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        return len(self._scheduler.running)
+        return self._scheduler.num_running
 
     @property
     def num_waiting(self) -> int:
@@ -452,7 +452,7 @@ class Engine:
             first += work.num_rows
         found = plan.run(rows)
         picks = [Picks(found[at : at + work.num_rows]) for at, work in zip(firsts, works, strict=True)]
-        return Computed(works, firsts, picks, plan.states.clone() if wanted else None)
+        return Computed(works, firsts, picks, plan.states if wanted else None)
 
     def _compute(self, works: list[Work]) -> Computed:
         batch, by_id = self._pack(works)  # 2-4
@@ -570,20 +570,21 @@ class Engine:
     def _draft(self, computed: Computed, verdicts: Many[Verdict]) -> float:
         """Each drafter gets its sequences in one call; -> seconds that those took who guessed. A sequence that ended is
         not drafted for, but its states are handed over, since its rows may serve another request."""
-        by_drafter: dict[str, list[Settled]] = {}
+        by_drafter: dict[Drafter, list[Settled]] = {}
         for work, verdict, first in zip(computed.works, verdicts, computed.firsts, strict=True):
             running, states = self._running[work.sequence.id], None
-            if running.drafter.kind == "none":
+            drafter = running.drafter
+            if drafter.kind == "none":
                 continue
-            if running.drafter.wants_hidden:
-                assert computed.hidden is not None
-                states = computed.hidden[first : first + verdict.keep]
-            settled = self._settled(running, work.start, states)
-            by_drafter.setdefault(running.drafter.kind, []).append(settled)
+            if drafter.wants_hidden:
+                states = computed.hidden
+                assert states is not None
+                if verdict.keep != states.shape[0]:
+                    states = states[first : first + verdict.keep]
+            by_drafter.setdefault(drafter, []).append(self._settled(running, work.start, states))
         seconds = 0.0
-        if by_drafter:
-            drafted = {work.sequence.id: v.drafted for work, v in zip(computed.works, verdicts, strict=True)}
-            seconds = sum(self._propose(self._drafters[kind], each, drafted) for kind, each in by_drafter.items())
+        for drafter, settled in by_drafter.items():
+            seconds += self._propose(drafter, settled, computed, verdicts)
         for work in computed.works:
             self._settle(work)
         return seconds
@@ -591,7 +592,7 @@ class Engine:
     def _time(self, computed: Computed, began: float, drafting: float) -> None:
         """Learn what a step cost in which nothing began or ended, as long as somebody goes by it."""
         works = computed.works
-        if not any(running.depth.goes_by_costs for running in self._running.values()):
+        if not any(running.depth.asks_for_costs for running in self._running.values()):
             return
         if works and all(work.decodes and work.sequence.finish is None for work in works):
             self._costs.add_step(sum(work.num_rows for work in works), self._clock() - began - drafting)
@@ -599,13 +600,14 @@ class Engine:
     def _settled(self, running: Running, start: int, states: Tensor | None) -> Settled:
         sequence, depth = running.sequence, 0
         if sequence.finish is None and not sequence.in_prefill:
-            depth = running.depth.next(len(self._scheduler.running), sequence.wanted)
+            depth = running.depth.next(self._scheduler.num_running, sequence.wanted)
         return Settled(sequence, start, states, depth)
 
-    def _propose(self, drafter: Drafter, settled: Many[Settled], drafted: Mapping[int, int]) -> float:
-        """-> seconds, 0 if there are no guesses. `drafted`: by sequence, how many guesses this step verified. A drafter
-        that fails costs its sequences their drafts, never their text."""
-        began = self._clock()
+    def _propose(self, drafter: Drafter, settled: Many[Settled], computed: Computed, verdicts: Many[Verdict]) -> float:
+        """-> seconds, 0 if there are no guesses. A drafter that fails costs its sequences their drafts, never their
+        text."""
+        guessing = any([one.depth for one in settled])
+        began = self._clock() if guessing else 0.0
         try:
             drafts = drafter.propose(settled)
         except Exception as error:
@@ -615,13 +617,16 @@ class Engine:
                     self._running[one.sequence.id], f"the drafter failed ({type(error).__name__}: {error})"
                 )
             return 0.0
+        if not drafts:
+            return 0.0
         seconds, guessed = self._clock() - began, [one for one in settled if drafts.get(one.sequence.id)]
-        if guessed and not any(one.sequence.in_prefill for one in settled):
-            deepest = max(len(drafts[one.sequence.id]) for one in guessed)
-            is_steady = all(drafted[one.sequence.id] >= len(drafts[one.sequence.id]) for one in guessed)
-            self._costs.add_draft(drafter.kind, len(guessed), deepest, seconds, is_steady)
         for one in settled:
             one.sequence.draft = drafts.get(one.sequence.id, ())
+        if guessed and not any(one.sequence.in_prefill for one in settled):
+            deepest = max(len(one.sequence.draft) for one in guessed)
+            drafted = {work.sequence.id: v.drafted for work, v in zip(computed.works, verdicts, strict=True)}
+            is_steady = all(drafted[one.sequence.id] >= len(one.sequence.draft) for one in guessed)
+            self._costs.add_draft(drafter.kind, len(guessed), deepest, seconds, is_steady)
         return seconds if guessed else 0.0
 
     def _switch_off(self, running: Running, reason: str) -> None:

@@ -160,8 +160,9 @@ class DepthControl:
         self.ceiling = max(1, round(prior.expected_tokens(AUTO_DEEPEST) - 1)) if prior else 1
 
     @property
-    def goes_by_costs(self) -> bool:
-        return self.wanted == "auto" and self.deepest > 0
+    def asks_for_costs(self) -> bool:
+        """Whether this step's cost would tell it something. At rest every eighth does: to learn costs time, too."""
+        return self.wanted == "auto" and self.deepest > 0 and not (self.rested & 7)
 
     @property
     def is_off(self) -> bool:
@@ -257,6 +258,10 @@ class Scheduler:
     @property
     def running(self) -> tuple[Sequence, ...]:
         return tuple(self._running)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:

@@ -146,7 +146,7 @@ class Watched(IndependentDrafter):
     def propose(self, settled):
         self.rounds += 1
         if self.rounds in self.rest:
-            settled = [replace(one, depth=0) for one in settled]
+            settled = [one._replace(depth=0) for one in settled]
         guesses = super().propose(settled)
         for one in settled if self.check_guesses else ():
             if one.depth and one.sequence.finish is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -73,11 +73,11 @@ class ShiftedStates:
     def _shifted(self, one: Settled) -> Settled:
         assert one.hidden is not None
         past = self._past.setdefault(one.sequence.id, [])
-        past.extend(one.hidden)
+        past.extend(one.hidden.clone())
         first_image = int(np.argmax(one.sequence.rows.is_image))
         rows = range(one.first_row, one.first_row + len(one.hidden))
         states = [past[row - self.shift if row > first_image + self.shift else row] for row in rows]
-        return replace(one, hidden=torch.stack(states))
+        return one._replace(hidden=torch.stack(states))
 
     def admit(self, sequence: Running, memory) -> None:
         self._past: dict[int, list[torch.Tensor]] = {}

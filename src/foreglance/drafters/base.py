@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -15,12 +14,12 @@ from foreglance.models.base import HeadSpec, ModelError, ModelSpec
 from foreglance.sequence import Sequence
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(NamedTuple):
     """A sequence after commit, as a drafter sees it.
 
     first_row  row index of the first row that this step committed
-    hidden     the target's states of the committed rows [keep, hidden]; None if the drafter does not want them
+    hidden     the target's states of the committed rows [keep, hidden], which the next step may write over; None if the
+               drafter does not want them
     depth      how many tokens to guess now; 0: only keep up
     """
 

@@ -134,7 +134,7 @@ class IndependentDrafter:
         room = self._spec.context - lane.ready
         if room < 0:
             one.sequence.undrafted = f"the text outgrew the {self._spec.context} rows of draft model {self._spec.name}"
-        return replace(one, depth=max(0, min(one.depth, room + 1)))
+        return one._replace(depth=max(0, min(one.depth, room + 1)))
 
     def _catch_up(self, due: Many[Settled]) -> list[Chain]:
         parts = []

@@ -6,8 +6,8 @@ Until then the state that it is fed waits here. Knows nothing of guesses.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,16 +21,27 @@ from foreglance.request import IMAGE_POLICIES
 from foreglance.sequence import Sequence
 
 
-@dataclass
 class Lane:
-    """One sequence's: states of target rows [first, first + num_waiting) that have no draft row yet."""
+    """One sequence's: states of target rows [first, first + num_waiting) that have no draft row yet.
 
-    sequence: Sequence
-    map: RowMap
-    width: int
-    first: int = 0
-    waiting: list[Tensor] = field(default_factory=list)
-    num_waiting: int = 0  # rows in `waiting`, counted along: it is asked for in every step
+    States are lent to it by `receive`; those that still wait when a drafter has done its round are copied (`hold`),
+    since the next step may write over them.
+    """
+
+    def __init__(self, sequence: Sequence, map: RowMap, width: int):
+        self.sequence, self.map, self.width, self.first = sequence, map, width, 0
+        self._none = self._lent = torch.empty(0, width)
+        self._address = 0
+        self._held = torch.empty(0, width)  # rows [_begin, _end) of it wait, before those that are lent
+        self._begin = self._end = 0
+
+    def resume(self, first: int, states: Tensor) -> None:
+        """Begin with states of rows from `first` on that another sequence left."""
+        self.first, self._lent = first, states
+
+    @property
+    def num_waiting(self) -> int:
+        return self._end - self._begin + self._lent.shape[0]
 
     @property
     def ready(self) -> int:
@@ -53,20 +64,39 @@ class Lane:
         expected = self.first + self.num_waiting
         if states is None or first_row != expected:
             raise RuntimeError(f"states of rows from {first_row} on, but row {expected} is next")
-        self.waiting.append(states)
-        self.num_waiting += len(states)
+        self._lent = torch.cat([self._lent, states]) if self._lent.shape[0] else states
 
     def due(self) -> Tensor:
         """Take the states of rows [first, ready)."""
-        states = self.rest()
         count = max(self.ready - self.first, 0)
-        self.first, self.waiting = self.first + count, [states[count:]] if count < len(states) else []
-        self.num_waiting -= count
+        states = self.rest()
+        self.first += count
+        self._begin = self._end = 0
+        if count == states.shape[0]:
+            self._lent = self._none
+            return states
+        self._lent = states[count:]
         return states[:count]
 
     def rest(self) -> Tensor:
         """All states that wait [num_waiting, width]."""
-        return self.waiting[0] if len(self.waiting) == 1 else torch.cat([torch.empty(0, self.width), *self.waiting])
+        if self._begin == self._end:
+            return self._lent
+        held = self._held[self._begin : self._end]
+        return torch.cat([held, self._lent]) if self._lent.shape[0] else held
+
+    def hold(self) -> None:
+        """Copy what is lent."""
+        count = self._lent.shape[0]
+        if not count:
+            return
+        if self._end + count > self._held.shape[0]:
+            more = torch.empty(max(64, 2 * (self._end + count)), self.width)
+            more[: self._end] = self._held[: self._end]
+            self._held, self._address = more, more.data_ptr()
+        row = 4 * self.width
+        ctypes.memmove(self._address + self._end * row, self._lent.contiguous().data_ptr(), count * row)
+        self._end, self._lent = self._end + count, self._none
 
     def part(self, rows: DraftRows, states: Tensor, num_scored: int) -> Part:
         """Draft rows with the state that each is fed."""
@@ -103,8 +133,7 @@ class Lanes:
             self.store.open(sequence.id)
         else:
             self.store.adopt(sequence.id, hit.drafts[place])
-            lane.first, states = hit.waiting[place].first, hit.waiting[place].states
-            lane.waiting, lane.num_waiting = [states] if len(states) else [], len(states)
+            lane.resume(hit.waiting[place].first, hit.waiting[place].states)
         self._lanes[sequence.id] = lane
 
     def retire(self, sequence: Sequence) -> None:

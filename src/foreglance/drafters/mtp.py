@@ -55,6 +55,13 @@ class MtpDrafter:
         # 1. take over the target's states of the rows that were committed
         for one in settled:
             self._lanes[one.sequence].receive(one.first_row, one.hidden)
+        guesses = self._guesses(settled)
+        # 5. states whose input is not known yet, or of those who rest
+        for one in settled:
+            self._lanes[one.sequence].hold()
+        return guesses
+
+    def _guesses(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
         # 2. who must catch up now: those that draft, those in prefill, and those that waited long
         due = [one for one in settled if one.depth or self._must_catch_up(one.sequence)]
         if not due:

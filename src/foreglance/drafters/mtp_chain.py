@@ -118,6 +118,14 @@ class ChainDrafter:
         # 1. take over the target's states of the rows that were committed
         for one in settled:
             self._modules[0].lanes[one.sequence].receive(one.first_row, one.hidden)
+        guesses = self._guesses(settled)
+        # 4. states whose input is not known yet, or of those who rest
+        for module in self._modules:
+            for one in settled:
+                module.lanes[one.sequence].hold()
+        return guesses
+
+    def _guesses(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
         if len(settled) == 1 and (tokens := self._at_once(settled[0])) is not None:
             return {settled[0].sequence.id: tokens}
         if not any(one.depth or self._must_catch_up(one.sequence) for one in settled):
