@@ -9,17 +9,15 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foreglance.batch import Batch, BatchError, Part, pack
 from foreglance.cache.prefix import NO_DRAFT, Border, Hit, Kind, PrefixCache
 from foreglance.cache.store import CacheStore
 from foreglance.chat_format import ChatFormat
@@ -29,26 +27,23 @@ from foreglance.grammar import Guide
 from foreglance.images import each_picture, image_sources
 from foreglance.models.base import Caches, Target
 from foreglance.models.fingerprint import Origin
-from foreglance.models.picks import Picker, Wanted
+from foreglance.models.picks import Picker
 from foreglance.models.registry import load_model, prompter_of
-from foreglance.models.steps import FewRows, Steps
 from foreglance.models.vision import EmbeddingCache
 from foreglance.models.weights import find_model
 from foreglance.ops.base import Ops
 from foreglance.ops.numerics import SelfTest
 from foreglance.prompt import Prompter, Rows
 from foreglance.request import (
-    MAX_DEPTH,
     DraftReport,
     Event,
     FinishReason,
-    LogProb,
     Request,
     RequestError,
     Result,
     SamplingParams,
 )
-from foreglance.sampling import log_prob, pick
+from foreglance.runner import Computed, TargetRunner
 from foreglance.scheduler import Costs, DepthControl, Scheduler, Work
 from foreglance.sequence import Sequence
 from foreglance.settings import Settings
@@ -58,30 +53,11 @@ from foreglance.verify import Verdict, verify
 
 log = logging.getLogger(__name__)
 BEST_DRAFTS = ("model", "assistant", "mtp")  # what "auto" takes, the first that there is
-NO_IMAGES = np.zeros(1 + MAX_DEPTH, bool)
 # Drafts tried at load: answers of so many tokens, a warning after so many rounds, over in any case after so many
 # seconds. From deep to shallow, so that a drafter has no rows to catch up with but the last round's.
 TRIAL_PROMPT, TRIAL_TOKENS, TRIAL_ROUNDS, TRIAL_SECONDS = "Hello! Who are you?", 40, 24, 3.0
 TRIAL_DEPTHS = (8, 8, 5, 3, 2, 1, 0) * 12
 TRIAL_PREFIX_BYTES = 1 << 28  # the prompt is computed once
-
-
-@dataclass
-class Picks:
-    """The target's picks of one sequence's scored rows, and their log-probabilities if they were asked for."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[LogProb] = field(default_factory=list)
-
-
-class Computed(NamedTuple):
-    """What stations 2 to 6 made of the sequences of a step: the flat row of the first of each, their picks, and the
-    target's states [rows, h] of all; None: no drafter wants them."""
-
-    works: list[Work]
-    firsts: list[int]
-    picks: list[Picks]
-    hidden: Tensor | None
 
 
 @dataclass
@@ -115,13 +91,12 @@ class Engine:
         self.target = target
         self.self_test = self_test  # what the start-up self-test chose; None for an engine put together by hand
         self.settings = settings or Settings()
-        self.picker = Picker.of(target)
-        self._steps = Steps.of(target)
         self.context = min(self.settings.context or target.spec.context, target.spec.context)
         self._prompter = prompter
         self._draft_model = draft_model
         capacity = self.settings.slots * (self.context + 64)
         self._store = CacheStore(target.spec.caches, capacity)
+        self._runner = TargetRunner(target, self._store)
         self._drafters = make_drafters(Surroundings(target, self._store, capacity), draft_model)
         self._scheduler = Scheduler(self.settings.slots, self.settings.grid, target.spec.whole_images)
         self._prefixes = PrefixCache(self.settings.prefix_cache_bytes)
@@ -333,6 +308,11 @@ class Engine:
         return tuple(self._drafters)
 
     @property
+    def picker(self) -> Picker | None:
+        """Makes the target's picks natively where that can be done; to look at."""
+        return self._runner.picker
+
+    @property
     def caches(self) -> Caches:
         """The target's caches of what runs, by sequence; to look at."""
         return self._store.caches()
@@ -374,7 +354,7 @@ class Engine:
 
     def _step(self, works: list[Work]) -> None:
         began = self._clock()
-        computed = self._compute_at_once(works) or self._compute(works)  # 2-6  their rows as one batch; picks
+        computed = self._runner.run(works, self._refuse)  # 4-6  their rows through the target; picks
         verdicts = self._verify(computed)  # 7
         self._commit(computed, verdicts)  # 8  the only place where lengths move
         self._take(computed, verdicts)  # 9  text, stop strings, the end
@@ -426,110 +406,6 @@ class Engine:
                 embeddings = self.target.embed_image(image)
                 self._embeddings.put(image.digest, embeddings)
             sequence.embeds[index] = embeddings
-
-    def _compute_at_once(self, works: list[Work]) -> Computed | None:
-        """Stations 2 to 6 in one native call; None where they are not recorded as a whole, or more than temperature
-        decides a pick."""
-        if self._steps is None:
-            return None
-        num_rows = 0
-        for work in works:
-            if not work.decodes or not work.sequence.picks_at_once:
-                return None
-            num_rows += work.num_rows
-        plan = self._steps.plan(num_rows)
-        if plan is None:
-            return None
-        rows, firsts, wanted, first = [], [], False, 0
-        for work in works:
-            sequence = work.sequence
-            self._store.reserve(sequence.id, work.num_rows)
-            tokens, params = (sequence.generated[-1], *sequence.draft), sequence.request.sampling
-            coordinate, index = sequence.coordinate(work.start), len(sequence.generated)
-            rows.append(FewRows(self._store[sequence.id], tokens, coordinate, params, index))
-            wanted = wanted or self._running[sequence.id].drafter.wants_hidden
-            firsts.append(first)
-            first += work.num_rows
-        found = plan.run(rows)
-        picks = [Picks(found[at : at + work.num_rows]) for at, work in zip(firsts, works, strict=True)]
-        return Computed(works, firsts, picks, plan.states if wanted else None)
-
-    def _compute(self, works: list[Work]) -> Computed:
-        batch, by_id = self._pack(works)  # 2-4
-        if batch is None:
-            return Computed([], [], [], None)
-        caches = self._reserve(batch)
-        hidden = self.target.forward(batch, caches)  # 5  writes provisional rows only
-        picks = self._pick(batch, by_id, hidden)  # 6
-        ids = [part.sequence for part in batch.parts]
-        return Computed([by_id[id] for id in ids], list(batch.starts), [picks[id] for id in ids], hidden)
-
-    def _pack(self, works: Many[Work]) -> tuple[Batch | None, dict[int, Work]]:
-        """A validated batch; a sequence at fault is ended and left out."""
-        by_id, parts = {work.sequence.id: work for work in works}, {}
-        for work in works:
-            try:
-                parts[work.sequence.id] = self._part(work)
-            except Exception as error:
-                log.exception("a sequence has no rows for the step")
-                self._end(by_id.pop(work.sequence.id).sequence, "error", f"{type(error).__name__}: {error}")
-        while by_id:
-            try:
-                return pack([parts[id] for id in by_id], self.target.spec.inputs, self._store.held()), by_id
-            except BatchError as error:
-                self._end(by_id.pop(error.sequence).sequence, "error", str(error))
-        return None, {}
-
-    def _part(self, work: Work) -> Part:
-        sequence, drafts = work.sequence, work.sequence.draft
-        if work.start >= sequence.num_prompt:  # decode and verify: the last token and its drafts
-            n = 1 + len(drafts)
-            tokens = np.array([sequence.generated[-1], *drafts], np.int64)
-            positions = sequence.positions(work.start, work.stop)
-            return Part(sequence.id, tokens, NO_IMAGES[:n], positions, n, False, drafts=drafts)
-        tokens, image, offset = sequence.inputs(work.start, min(work.stop, sequence.known))
-        part = Part(
-            sequence.id,
-            tokens,
-            image >= 0,
-            sequence.positions(work.start, work.stop),
-            num_scored=int(work.stop == sequence.num_prompt) if work.chunk else 1 + len(drafts),
-            chunk=work.chunk,
-            embeds=sequence.embeddings(image, offset),
-        )
-        return part if work.chunk or not drafts else part.with_drafts(drafts)
-
-    def _reserve(self, batch: Batch) -> Caches:
-        for part in batch.parts:
-            self._store.reserve(part.sequence, part.num_rows)
-        return {part.sequence: self._store[part.sequence] for part in batch.parts}
-
-    def _pick(self, batch: Batch, works: Mapping[int, Work], hidden: Tensor) -> dict[int, Picks]:
-        """The target's picks of each sequence's scored rows, at least up to the first that refutes a draft."""
-        scored = [(part, works[part.sequence].sequence) for part in batch.parts if part.num_scored]
-        if not scored:
-            return {part.sequence: Picks() for part in batch.parts}
-        states = hidden if batch.num_scored == batch.num_rows else hidden[batch.scored]
-        picks = self._pick_plainly(scored, states) or self._pick_each(scored, self.target.logits(states))
-        return picks if len(picks) == len(batch.parts) else {part.sequence: Picks() for part in batch.parts} | picks
-
-    def _pick_plainly(self, scored: Many[tuple[Part, Sequence]], states: Tensor) -> dict[int, Picks] | None:
-        """Output head and picks in one native call; None where a request needs its logits."""
-        if self.picker is None or not all(sequence.picks_at_once for _, sequence in scored):
-            return None
-        tokens = iter(self.picker(states, [_wanted(part, sequence) for part, sequence in scored]))
-        return {part.sequence: Picks(list(itertools.islice(tokens, part.num_scored))) for part, _ in scored}
-
-    def _pick_each(self, scored: Many[tuple[Part, Sequence]], logits: Tensor) -> dict[int, Picks]:
-        """Sequence by sequence. Who picks plainly has its picks made by the same kernel as in company of its kind."""
-        picks, row = {}, 0
-        for part, sequence in scored:
-            own, row = logits[row : row + part.num_scored], row + part.num_scored
-            tokens = None
-            if self.picker is not None and sequence.picks_plainly:
-                tokens = self.picker.among(own, [_wanted(part, sequence)])
-            picks[part.sequence] = _pick_rows(sequence, part.drafts, own.numpy(), tokens)
-        return picks
 
     def _verify(self, computed: Computed) -> list[Verdict]:
         """A prompt chunk is kept whole; few rows as far as their drafts stand and the sequence goes on."""
@@ -672,6 +548,9 @@ class Engine:
         reason = f"drafting did not pay on this text (acceptance about {chance:.0%} at depth 1)"
         sequence.report = replace(sequence.report, off_because=sequence.undrafted or (reason if resting else None))
 
+    def _refuse(self, sequence: Sequence, error: str) -> None:
+        self._end(sequence, "error", error)
+
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End a sequence from outside: nothing of it stays but whole prompt chunks that were left for others."""
         if sequence.finish is None:  # else its one final event is out already
@@ -777,23 +656,3 @@ class Engine:
             self._ended = [event for event in self._ended if event.request_id not in names]
             raise
         return names
-
-
-def _wanted(part: Part, sequence: Sequence) -> Wanted:
-    return Wanted(sequence.request.sampling, len(sequence.generated), part.num_scored)
-
-
-def _pick_rows(sequence: Sequence, drafts: Many[int], logits: np.ndarray, tokens: Many[int] | None = None) -> Picks:
-    """Row i is picked with the history that it would really have: what was generated and the drafts before it. `tokens`
-    are the picks if they were made already."""
-    params, picks = sequence.request.sampling, Picks()
-    prompt = sequence.rows.token_ids if params.repetition_penalty != 1 else ()
-    for i, row in enumerate(logits):
-        history = (*sequence.generated, *drafts[:i])
-        token = tokens[i] if tokens else pick(row, params, len(history), prompt, history, sequence.allowed(history))
-        picks.tokens.append(token)
-        if params.logprobs is not None:
-            picks.logprobs.append(log_prob(row, token, params.logprobs))
-        if i < len(drafts) and token != drafts[i]:
-            break
-    return picks

@@ -34,7 +34,7 @@ def test_logits_of_a_row_have_the_same_bits_whatever_is_verified_with_it(name, w
         name, Settings(weights=weights, prefix_cache_bytes=0, try_drafts=False), draft_model=find_assistant(name)
     )
     rows: dict[tuple[int, ...], set[bytes]] = {}
-    pick = engine._pick
+    pick = engine._runner._pick
 
     def watched(batch, works, hidden):
         scored = hidden[batch.scored]
@@ -46,8 +46,8 @@ def test_logits_of_a_row_have_the_same_bits_whatever_is_verified_with_it(name, w
             rows.setdefault((*known, *part.drafts[:i]), set()).add(row.tobytes())
         return pick(batch, works, hidden)
 
-    monkeypatch.setattr(engine, "_pick", watched)
-    monkeypatch.setattr(engine, "_steps", None)  # whose logits nobody sees
+    monkeypatch.setattr(engine._runner, "_pick", watched)
+    monkeypatch.setattr(engine._runner, "steps", None)  # whose logits nobody sees
     for depth in (0, 1, 2, 4, 7):
         run(engine, ask("Describe the image.", [scene(60)], depth=depth, max_tokens=14))
     assert len(rows) >= 14 and all(len(bits) == 1 for bits in rows.values())

@@ -98,7 +98,7 @@ def test_a_request_that_breaks_a_batch_rule_ends_alone(monkeypatch, bad_step):
     bad, good = requests()
     for request in (bad, good):
         engine.add(request)
-    whole, steps = engine._part, []
+    whole, steps = engine._runner._part, []
 
     def part_of(work):
         part = whole(work)
@@ -106,7 +106,7 @@ def test_a_request_that_breaks_a_batch_rule_ends_alone(monkeypatch, bad_step):
             return part
         return replace(part, positions=Positions(part.positions.coords - 1))
 
-    monkeypatch.setattr(engine, "_part", part_of)
+    monkeypatch.setattr(engine._runner, "_part", part_of)
     events = []
     while not engine.is_idle:
         steps.append(len(steps))

@@ -29,7 +29,8 @@ def test_an_error_at_a_station_ends_the_requests_of_its_step_and_nothing_else(
 ):
     """Before the station did its work or behind it, when it is passed for the n-th time."""
     engine, calls = toy_engine(slots=2), itertools.count()
-    whole = vars(type(engine))[station].__get__(engine)
+    owner = engine if hasattr(engine, station) else engine._runner
+    whole = getattr(owner, station)
 
     def broken(*arguments):
         here = next(calls) == failing
@@ -42,7 +43,7 @@ def test_an_error_at_a_station_ends_the_requests_of_its_step_and_nothing_else(
 
     many = requests()
     with monkeypatch.context() as patch:
-        patch.setattr(engine, station, broken)
+        patch.setattr(owner, station, broken)
         for request in many:
             engine.add(request)
         events = []

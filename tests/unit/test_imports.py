@@ -20,6 +20,7 @@ LEVELS = (
     {"models"},
     {"drafters"},
     {"scheduler", "slots"},
+    {"runner"},
     {"engine"},
     {"bench", "cli", "explain", "rows_svg", "serve"},
 )
