@@ -12,7 +12,7 @@ from foreglance.cache.store import CacheStore
 from foreglance.ops import formats
 from foreglance.ops.base import DeltaShape
 from foreglance.ops.formats import FORMATS, quantise
-from foreglance.ops.native import NativeOps, native_module
+from foreglance.ops.native import Gathered, NativeOps, Owned, native_module
 from foreglance.request import SamplingParams
 from foreglance.sampling import pick
 
@@ -288,6 +288,48 @@ def test_picks_are_those_of_sampling(instructions, threads, temperature):
             params = SamplingParams(temperature=temperature, seed=2**40 + row)
             want = pick(logits[row].numpy(), params, 10 * row + number, (), ())
             assert picks[number, row] == tokens[row] == want
+
+
+@pytest.mark.parametrize("temperature", (0.0, 0.05, 0.8, 3.0))
+@pytest.mark.parametrize("weights", FORMATS)
+def test_own_outputs_of_a_row_join_those_of_all(instructions, threads, weights, temperature):
+    """Each row picks from every third token and from others of its own, none, a few or more than are kept: as
+    `sampling` does from the whole row, in which the rest has no chance."""
+    ops, generator = NativeOps(twin(weights), weights), torch.Generator().manual_seed(13)
+    weight = torch.randn(700, 40, generator=generator)
+    weight[450:475] = weight[400:425]  # ties go to the lower id
+    packed, ids, hidden = ops.pack_linear(weight), torch.arange(0, 700, 3), rows(5, 40) * 2
+    part = ops.pack_linear(weight[ids])
+    own, gathered = Owned(5, packed, 64), [None]
+    for row, numbers in enumerate(([], [1], [474, 424, 1, 2], [*range(1, 600, 3), 452, 401]), 1):
+        gathered.append(Gathered(packed, 64))
+        for start in range(0, len(numbers), 7 + row):
+            gathered[row].add(np.array(numbers[start : start + 7 + row]))
+            own.set(row, gathered[row])
+        assert set(gathered[row].numbers.tolist()) == set(numbers[-64:])
+    blocks = [(0, 5)]
+    scores, whole = ops.linear(hidden, part, blocks), ops.linear(hidden, packed, blocks)
+    own_scores = ops.linear_own(hidden, own)
+    full = torch.full((5, 700), float("-inf"))
+    full[:, ids] = scores
+    for row, some in enumerate(gathered):
+        if some is not None:
+            at = torch.from_numpy(some.numbers)
+            assert torch.equal(own_scores[row, : len(some)], whole[row, at])
+            assert torch.equal(ops.linear(hidden[row : row + 1], some.weight, [(0, 1)])[0], whole[row, at])
+            full[row, at] = whole[row, at]
+    picks, cells, tokens = np.zeros((2, 5), np.int64), np.zeros(16, np.int64), torch.empty(5, dtype=torch.int64)
+    for row in range(5):
+        cells.view(np.float64)[1 + 3 * row] = temperature
+        cells[2 + 3 * row : 4 + 3 * row] = 2**40 + row, 10 * row
+    for number in range(2):
+        cells[0] = number
+        ops.pick_rows(scores, tokens, picks, cells, ids)
+        ops.pick_own(scores, own_scores, own, tokens, picks, cells, ids)
+        for row in range(5):
+            params = SamplingParams(temperature=temperature, seed=2**40 + row)
+            want = pick(full[row].numpy(), params, 10 * row + number, (), ())
+            assert picks[number, row] == tokens[row] == want, row
 
 
 def test_angles_are_rows_of_the_table_and_never_lie_beyond_it(instructions, threads):

@@ -11,6 +11,7 @@ from foreglance import Engine, Request, SamplingParams, Settings, Speculation
 from foreglance.batch import InputSpec, Part, pack
 from foreglance.bench.plans import profile
 from foreglance.cache.store import CacheStore
+from foreglance.drafters import context
 from foreglance.drafters.mtp_chain import ChainDrafter
 from foreglance.drafters.shared_cache import SharedCacheDrafter
 from foreglance.models import gemma4_assistant, qwen3_5
@@ -18,6 +19,7 @@ from foreglance.models.plans import Plans
 from foreglance.ops.native import NativeOps, native_module
 from foreglance.ops.numerics import kernels_are_native
 from foreglance.prompt import OneAxis, Positions
+from foreglance.sequence import Sequence
 
 pytestmark = pytest.mark.skipif(not kernels_are_native(), reason="native kernels are missing or switched off")
 SETTINGS = Settings(weights="fp32", slots=2, prefix_cache_bytes=0, try_drafts=False)
@@ -171,7 +173,7 @@ def test_a_profile_shows_every_line_and_changes_no_answer():
 
 
 def test_a_head_that_guesses_from_a_part_of_the_vocabulary_changes_no_token(monkeypatch):
-    """Recorded guesses are those of the full row of logits, in which the other tokens have no chance."""
+    """Recorded guesses are those of the full row of logits, in which tokens outside part and context have no chance."""
     full = answers("tiny-qwen", True, requests_of(0.8))
     monkeypatch.setattr(qwen3_5, "DRAFT_VOCABULARY", 300)
     head = Engine.load("tiny-qwen", SETTINGS).target.head
@@ -182,8 +184,58 @@ def test_a_head_that_guesses_from_a_part_of_the_vocabulary_changes_no_token(monk
     for some, all_of_them in zip(recorded, full, strict=True):
         assert [token.id for token in some] == [token.id for token in all_of_them]
         drafted = [token.id for token in some if token.depth]
-        assert drafted and max(drafted) < 300
-        assert len(drafted) < len([token for token in all_of_them if token.depth])
+        assert drafted and len(drafted) < len([token for token in all_of_them if token.depth])
+
+
+@pytest.mark.parametrize("temperature", (0.0, 0.8))
+@pytest.mark.parametrize("planned", (True, False))
+def test_tokens_of_the_context_are_guessed_wherever_they_lie_in_the_vocabulary(temperature, planned, monkeypatch):
+    """A question is asked again, two sequences at once: the head that guesses from 64 tokens and those of the context
+    guesses as one that guesses from all; without the context's it is seldom right. Tokens are the same."""
+    sampling = SamplingParams(max_tokens=40, temperature=temperature, seed=3)
+    engine = Engine.load("tiny-qwen", SETTINGS)
+    question = tuple(engine.prepare(Request.from_prompt("Hello! Who are you?")).token_ids.tolist())
+    answer = engine.generate(Request((), prompt=question, sampling=sampling))[0].token_ids
+    again = Request((), prompt=(*question, *answer, *question), sampling=sampling, speculation=Speculation("auto", 3))
+    found = []
+    for size, with_context in ((1 << 16, True), (64, True), (64, False)):
+        monkeypatch.setattr(qwen3_5, "DRAFT_VOCABULARY", size)
+        head = (engine := Engine.load("tiny-qwen", SETTINGS)).target.head
+        if not with_context:
+            head.output = None
+            engine = engine.with_target(engine.target)
+        if not planned:
+            head.plans.refused = "nothing is recorded here"
+        results = engine.generate([again, replace(again, id="another")])
+        assert results[0].token_ids == results[1].token_ids
+        found.append((results[0].token_ids, sum(results[0].timings.accepted)))
+    (full, most), (with_part, as_many), (without, few) = found
+    assert full == with_part == without
+    assert most - 2 <= as_many and few < most / 3, (most, as_many, few)
+
+
+def test_a_context_s_rare_tokens_are_bounded_and_the_latest_stay(monkeypatch):
+    monkeypatch.setattr(qwen3_5, "DRAFT_VOCABULARY", 300)
+    monkeypatch.setattr(context, "MOST_GATHERED", 20)
+    engine = Engine.load("tiny-qwen", SETTINGS)
+    rows = engine.prepare(Request((), prompt=(1, 700, 701, 702, 700, *range(710, 727))))
+    request = Request((), prompt="")
+    sequence = Sequence(5, request, rows, engine.target.spec.rule, frozenset(), engine.decode, 100)
+    tokens = context.ContextTokens.of(engine.target.head)
+    assert tokens[sequence].numbers.tolist() == [701, 702, 700, *range(710, 727)]
+    sequence.generated += [5, 800, 800, 711, 801]
+    assert set(tokens[sequence].numbers.tolist()) == {700, *range(710, 727), 800, 801}
+    sequence.generated += [701]
+    assert set(tokens[sequence].numbers.tolist()) == {*range(710, 727), 800, 801, 701}
+    hidden = torch.randn(1, engine.target.spec.hidden_size)
+    logits = np.full((1, engine.target.spec.vocab_size), -np.inf, np.float32)
+    tokens.complete(logits, hidden, [sequence])
+    numbers = sorted([*range(710, 727), 800, 801, 701])
+    assert np.flatnonzero(np.isfinite(logits[0])).tolist() == numbers
+    assert np.array_equal(logits[0, numbers], engine.target.logits(hidden)[0, numbers].numpy())
+    tokens.retire(sequence)
+    sequence.generated.clear()
+    assert 800 not in tokens[sequence].numbers
 
 
 def test_text_that_ends_can_be_guessed_with_a_part_of_the_vocabulary():

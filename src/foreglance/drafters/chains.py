@@ -17,8 +17,10 @@ from torch import Tensor
 from foreglance.batch import Batch, InputSpec, Part, pack
 from foreglance.cache.store import CacheStore
 from foreglance.drafters.base import Settled
+from foreglance.drafters.context import ContextTokens
 from foreglance.models.base import Caches
 from foreglance.models.plans import Guess, Guessing
+from foreglance.ops.native import Gathered
 from foreglance.request import MAX_DEPTH
 from foreglance.sampling import pick
 from foreglance.sequence import Sequence
@@ -58,6 +60,15 @@ class ChainRunner:
     def __init__(self, model: ChainModel, store: CacheStore, vocab_size: int):
         self._model, self._store, self._vocab_size = model, store, vocab_size
         self._guessing = model if isinstance(model, Guessing) else None
+        self._context = None if self._guessing is None else ContextTokens.of(self._guessing)
+
+    def retire(self, sequence: Sequence) -> None:
+        """Forget what was noted of a sequence."""
+        if self._context is not None:
+            self._context.retire(sequence)
+
+    def _own(self, sequence: Sequence) -> Gathered | None:
+        return None if self._context is None else self._context[sequence]
 
     def forward(
         self, parts: Many[Part], inputs: InputSpec, keep: Mapping[int, int] | None = None
@@ -131,9 +142,8 @@ class ChainRunner:
         def run(tokens: Many[int], coordinate: int, states: Tensor, depth: int) -> tuple[int, ...]:
             params = sequence.request.sampling
             self._store.reserve(sequence.id, num_rows + depth - 1)
-            guesses = plan.run(
-                cache, tokens, coordinate, states, depth, params.temperature, params.seed, len(sequence.generated)
-            )
+            number, own = len(sequence.generated), self._own(sequence)
+            guesses = plan.run(cache, tokens, coordinate, states, depth, params.temperature, params.seed, number, own)
             last = (coordinate + num_rows - 1,) * plan.axes
             self._store.commit(sequence.id, num_rows, last)
             return guesses
@@ -159,8 +169,8 @@ class ChainRunner:
         ) -> tuple[int, Tensor]:
             params = sequence.request.sampling
             self._store.reserve(sequence.id, num_rows)
-            number = len(sequence.generated) + num_guesses
-            found = plan.run(cache, tokens, coordinate, states, params.temperature, params.seed, number)
+            number, own = len(sequence.generated) + num_guesses, self._own(sequence)
+            found = plan.run(cache, tokens, coordinate, states, params.temperature, params.seed, number, own)
             self._store.commit(sequence.id, keep, (coordinate + keep - 1,) * plan.axes)
             return found
 
@@ -176,11 +186,16 @@ class ChainRunner:
             params.temperature,
             params.seed,
             len(sequence.generated) + len(chain.tokens),
+            self._own(sequence),
         )
 
     def _guess(self, chains: Many[Chain], hidden: Tensor) -> None:
-        if chains:
-            extend(chains, fit(self._model.logits(hidden).numpy(), self._vocab_size))
+        if not chains:
+            return
+        logits = self._model.logits(hidden).numpy()
+        if self._context is not None:
+            self._context.complete(logits, hidden, [chain.sequence for chain in chains])
+        extend(chains, fit(logits, self._vocab_size))
 
 
 def extend(chains: Many[Chain], logits: np.ndarray) -> None:

@@ -44,6 +44,7 @@ class MtpDrafter:
 
     def retire(self, sequence: Sequence) -> None:
         self._lanes.retire(sequence)
+        self._runner.retire(sequence)
 
     def remember(self, sequence: Sequence) -> Memory:
         return remember(self.key(sequence), [self._lanes], sequence)

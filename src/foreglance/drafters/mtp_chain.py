@@ -113,6 +113,7 @@ class ChainDrafter:
     def retire(self, sequence: Sequence) -> None:
         for module in self._modules:
             module.lanes.retire(sequence)
+            module.runner.retire(sequence)
 
     def propose(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
         # 1. take over the target's states of the rows that were committed

@@ -23,11 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foreglance.batch import TILE, Batch, Few, Holder
 from foreglance.models.base import Caches
 from foreglance.models.reading import Lent
-from foreglance.ops.base import Ops
-from foreglance.ops.native import Borrowed, Lines, NativeOps
+from foreglance.ops.base import Ops, PackedLinear
+from foreglance.ops.native import Borrowed, Gathered, Lines, NativeLinear, NativeOps, Owned
 
 log = logging.getLogger(__name__)
 PART_CELLS = 4  # of `Few.table`, for each part
+MOST_GATHERED = 4096  # tokens that a sequence's context adds to those that a head guesses from
 
 
 @runtime_checkable
@@ -40,10 +41,12 @@ class Planned(Protocol):
 @runtime_checkable
 class Guessing(Protocol):
     """A draft head whose guesses may be recorded. It may guess from a part of the vocabulary: `guess_ids` int64 [m],
-    ascending, are the tokens whose logits [n, m] `guess_logits` gives; None: all."""
+    ascending, are the tokens whose logits [n, m] `guess_logits` gives; None: all. `output` is then what gives the
+    logits of any token from the same states."""
 
     plans: Plans
     guess_ids: Tensor | None
+    output: PackedLinear | None
 
     def guess_logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -155,7 +158,7 @@ def profiled(ops: NativeOps, lines: Lines, times: int) -> list[PlanLine]:
 @dataclass(frozen=True)
 class Guess:
     """What guessing for a sequence begins with: where its rows lie, the position [axes] of its next row, the state
-    [1, h] of its last one, what was guessed from that (None: nothing yet), and how it picks."""
+    [1, h] of its last one, what was guessed from that (None: nothing yet), how it picks, and tokens of its own."""
 
     holder: Holder
     position: np.ndarray
@@ -164,6 +167,33 @@ class Guess:
     temperature: float
     seed: int
     index: int
+    own: Gathered | None = None
+
+
+def owned(head: Guessing, num_rows: int) -> Owned | None:
+    """Room for what sequences add to the tokens that a head guesses from; None if it guesses from all."""
+    if head.guess_ids is None or not isinstance(head.output, NativeLinear):
+        return None
+    return Owned(num_rows, head.output, MOST_GATHERED)
+
+
+def record_guess(
+    ops: NativeOps,
+    head: Guessing,
+    hidden: Tensor,
+    token_ids: Tensor,
+    picks: np.ndarray,
+    cells: np.ndarray,
+    own: Owned | None,
+) -> Record:
+    """Logits of rows [n, h] and their picks, as `NativeOps.pick_rows` makes them."""
+    record = Record()
+    with recording(record, ops):
+        scores = head.guess_logits(hidden)
+        ops.pick_rows(scores, token_ids, picks, cells, head.guess_ids)
+        if own is not None and head.guess_ids is not None:
+            ops.pick_own(scores, ops.linear_own(hidden, own), own, token_ids, picks, cells, head.guess_ids)
+    return record
 
 
 class ChainPlan:
@@ -177,13 +207,11 @@ class ChainPlan:
         self._picks = np.zeros((deepest, n), np.int64)
         self._cells = np.zeros(1 + 3 * n, np.int64)
         self._floats = self._cells.view(np.float64)
-        onward, picking = Record(), Record()
+        self._own, onward = owned(head, n), Record()
         with recording(onward, ops):
             ops.copied(plan.output, plan.hidden)
             ops.advance(self._cells, Few((), plan.table), plan.positions)
-        with recording(picking, ops):
-            scores = head.guess_logits(plan.hidden)
-            ops.pick_rows(scores, plan.token_ids, self._picks, self._cells, head.guess_ids)
+        picking = record_guess(ops, head, plan.hidden, plan.token_ids, self._picks, self._cells, self._own)
         self._buffers = picking.buffers
         self._pick = Lines(picking.calls)
         copied, advanced = onward.calls
@@ -202,6 +230,8 @@ class ChainPlan:
             table[1 + 4 * i : 5 + 4 * i] = i, 1, one.holder.rows, one.holder.addresses
             self._floats[1 + 3 * i] = one.temperature
             cells[2 + 3 * i : 4 + 3 * i] = signed(one.seed), one.index
+            if self._own is not None:
+                self._own.set(i, one.own)
         if first:
             self._ops.run(self._pick)
             cells[0] = 1
@@ -209,13 +239,23 @@ class ChainPlan:
         return self._picks[:depth].copy(), plan.hidden.clone()
 
     def guess(
-        self, depth: int, row: int, addresses: int, coordinate: int, temperature: float, seed: int, index: int
+        self,
+        depth: int,
+        row: int,
+        addresses: int,
+        coordinate: int,
+        temperature: float,
+        seed: int,
+        index: int,
+        own: Gathered | None,
     ) -> tuple[int, ...]:
         """Guesses of one sequence from the state that lies in the plan's buffer; its next row is `row`."""
         self.plan.coords[:] = coordinate
         self.plan.table[:5] = 1, 0, 1, row, addresses
         self._cells[:] = 0, 0, signed(seed), index
         self._floats[1] = temperature
+        if self._own is not None:
+            self._own.set(0, own)
         self._ops.run(self._pick)
         self._cells[0] = 1
         if depth > 1:
@@ -250,8 +290,10 @@ class CatchUpPlan:
         temperature: float,
         seed: int,
         index: int,
+        own: Gathered | None,
     ) -> tuple[int, ...]:
-        """`coordinate` is that of the first row on every axis; `index` the number of the first guess."""
+        """`coordinate` is that of the first row on every axis; `index` the number of the first guess; `own` as in
+        `Guess`."""
         plan, chain, n = self._plan, self._chain, len(tokens)
         assert plan.hidden is not None
         plan.ids[:] = tokens
@@ -259,7 +301,7 @@ class CatchUpPlan:
         plan.hidden.copy_(states)
         plan.table[:5] = 1, 0, n, holder.rows, holder.addresses
         self._ops.run(self._lines)
-        return chain.guess(depth, holder.rows + n, holder.addresses, coordinate + n, temperature, seed, index)
+        return chain.guess(depth, holder.rows + n, holder.addresses, coordinate + n, temperature, seed, index, own)
 
 
 class LinkPlan:
@@ -270,11 +312,8 @@ class LinkPlan:
         self._ops, self._plan, self.axes = ops, plan, len(plan.coords)
         self._steps = np.arange(len(plan.ids))
         self._token, self._pick = torch.zeros(1, dtype=torch.int64), np.zeros((1, 1), np.int64)
-        self._cells = np.zeros(4, np.int64)
-        picking = Record()
-        with recording(picking, ops):
-            scores = head.guess_logits(plan.output[-1:])
-            ops.pick_rows(scores, self._token, self._pick, self._cells, head.guess_ids)
+        self._cells, self._own = np.zeros(4, np.int64), owned(head, 1)
+        picking = record_guess(ops, head, plan.output[-1:], self._token, self._pick, self._cells, self._own)
         self._buffers = picking.buffers
         self._lines = Lines([*plan.record.calls, *picking.calls])
 
@@ -287,9 +326,10 @@ class LinkPlan:
         temperature: float,
         seed: int,
         index: int,
+        own: Gathered | None,
     ) -> tuple[int, Tensor]:
         """-> the guess, and the states [rows, h] that the module made. `coordinate` is that of the first row on every
-        axis, `states` what the rows are fed, in pieces; `index` the number of the guess."""
+        axis, `states` what the rows are fed, in pieces; `index` the number of the guess; `own` as in `Guess`."""
         plan = self._plan
         assert plan.hidden is not None and plan.output is not None
         plan.ids[:] = tokens
@@ -298,6 +338,8 @@ class LinkPlan:
         plan.table[:5] = 1, 0, len(tokens), holder.rows, holder.addresses
         self._cells[:] = 0, 0, signed(seed), index
         self._cells[1:2].view(np.float64)[0] = temperature
+        if self._own is not None:
+            self._own.set(0, own)
         self._ops.run(self._lines)
         return int(self._pick[0, 0]), plan.output.clone()
 

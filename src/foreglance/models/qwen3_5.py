@@ -271,9 +271,11 @@ class MtpHead:
         table: Tensor,
         head: PackedLinear,
         guess_ids: Tensor | None,
+        output: PackedLinear | None,
         rotary: RotaryTable,
     ):
-        self.spec, self.guess_ids = spec, guess_ids
+        """`head` is the output of `guess_ids`, `output` that of all tokens."""
+        self.spec, self.guess_ids, self.output = spec, guess_ids, output
         self._ops, self._shape, self._table, self._head, self._rotary = load.ops, shape, table, head, rotary
         self._embedding_norm = load.norm("pre_fc_norm_embedding", shape.hidden)
         self._hidden_norm = load.norm("pre_fc_norm_hidden", shape.hidden)
@@ -472,4 +474,4 @@ def _mtp(
         placeholder=spec.image_token,
     )
     mlp = variant.mlp(load.at("layers.0.mlp"), text)
-    return MtpHead(load, shape, head_spec, mlp, model.table, output, ids, model.rotary)
+    return MtpHead(load, shape, head_spec, mlp, model.table, output, ids, model.output, model.rotary)

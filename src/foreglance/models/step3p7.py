@@ -296,6 +296,7 @@ class MtpModule:
         self._fuse = load.linear({"eh_proj": shape.hidden}, 2 * shape.hidden)
         self._layer = Layer(load, shape, plan, 0)
         self.guess_ids: Tensor | None = None
+        self.output: PackedLinear | None = None
         self.plans = Plans(load.ops, self._forward)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:

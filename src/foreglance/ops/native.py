@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foreglance.batch import Few
 from foreglance.ops.base import Blocks, DeltaShape, Gate, Scoring
-from foreglance.ops.formats import GROUP, HALF_MAX, Quantised, blocked, blocked_groups, quantise
+from foreglance.ops.formats import BLOCK, GROUP, HALF_MAX, Quantised, blocked, blocked_groups, quantise
 from foreglance.ops.torch_ops import TorchOps
 
 try:
@@ -67,6 +67,7 @@ SIZES = {
     "delta_rows": "cache {1}, {7} heads of {8} x {9}", "route": "n = {4}, {6} of {5} experts",
     "experts": "n = {5}, {6} of {7} experts, {8} to {9}", "combine": "n = {3}, {4} x {5}",
     "pick_rows": "n = {4}, {5} wide", "advance": "n = {3}",
+    "linear_own": "n = {5}, {6} to at most {8}", "pick_own": "n = {4}, {5} wide and at most {10}",
 }  # fmt: skip
 
 
@@ -123,6 +124,70 @@ def pack(weight: Tensor | Quantised, format: str) -> NativeLinear:
     if format == "fp16":
         return NativeLinear(shape, format, blocked(weight.float().clamp(-HALF_MAX, HALF_MAX), torch.float16), None)
     return NativeLinear(shape, format, blocked(weight, torch.float32), None)
+
+
+class Gathered:
+    """Some outputs of a weight, in memory of their own: `numbers` [count], in the order in which they were asked for.
+    Beyond `most` the oldest make place. `cells` int64 [4] are the same for kernels (`Own` of csrc/kernels.h)."""
+
+    def __init__(self, weight: NativeLinear, most: int):
+        self._from, self._most = weight, most
+        self._added = 0
+        self.cells, self._numbers = np.zeros(4, np.int64), np.zeros(0, np.int64)
+        self._data, self._scales = weight.data[:0], None if weight.scales is None else weight.scales[:0]
+
+    def __len__(self) -> int:
+        return min(self._added, self._most)
+
+    @property
+    def numbers(self) -> np.ndarray:
+        return self._numbers[: len(self)]
+
+    @property
+    def weight(self) -> NativeLinear:
+        """[count, in]."""
+        return NativeLinear((len(self), self._from.shape[1]), self._from.format, self._data, self._scales)
+
+    def add(self, numbers: np.ndarray) -> None:
+        """int64 [n], at most `most`, none of which is there."""
+        self._make_room(min(self._added + len(numbers), self._most))
+        to = np.arange(self._added, self._added + len(numbers)) % self._most
+        self._numbers[to] = numbers
+        at, of = torch.from_numpy(to), torch.from_numpy(numbers)
+        _lanes(self._data)[at // BLOCK, at % BLOCK] = _lanes(self._from.data)[of // BLOCK, of % BLOCK]
+        if self._scales is not None and self._from.scales is not None:
+            _lanes(self._scales)[at // BLOCK, at % BLOCK] = _lanes(self._from.scales)[of // BLOCK, of % BLOCK]
+        self._added += len(numbers)
+        self.cells[:] = *self.weight.addresses, self._numbers.ctypes.data, len(self)
+
+    def _make_room(self, count: int) -> None:
+        """Twice as much as before, so that memory is seldom copied."""
+        blocks = len(self._data)
+        if count <= blocks * BLOCK:
+            return
+        more = max(-(-count // BLOCK), 2 * blocks) - blocks
+        self._numbers = np.concatenate([self._numbers, np.zeros(more * BLOCK, np.int64)])
+        self._data = torch.cat([self._data, self._data.new_zeros(more, *self._data.shape[1:])])
+        if self._scales is not None:
+            self._scales = torch.cat([self._scales, self._scales.new_zeros(more, *self._scales.shape[1:])])
+
+
+def _lanes(blocks: Tensor) -> Tensor:
+    """[out / 16, ..., 16] or, of quantised data, [out / 16, ..., 16, 4 bytes] -> [out / 16, 16, ...]."""
+    if blocks.dtype == torch.uint8:
+        blocks = blocks.view(torch.int32).squeeze(-1)
+    return blocks.movedim(-1, 1)
+
+
+class Owned:
+    """Which `Gathered` outputs of one weight each of `num_rows` rows has of its own, as kernels read it."""
+
+    def __init__(self, num_rows: int, weight: NativeLinear, most: int):
+        self.weight, self.most = weight, most
+        self.cells = np.zeros((num_rows, 4), np.int64)
+
+    def set(self, row: int, own: Gathered | None) -> None:
+        self.cells[row] = 0 if own is None else own.cells
 
 
 class NativeOps(TorchOps):
@@ -187,6 +252,23 @@ class NativeOps(TorchOps):
             logits.stride(0), 0 if ids is None else ids.data_ptr(),
         )  # fmt: skip
 
+    def pick_own(
+        self,
+        logits: Tensor,
+        own_logits: Tensor,
+        own: Owned,
+        token_ids: Tensor,
+        picks: np.ndarray,
+        cells: np.ndarray,
+        ids: Tensor,
+    ) -> None:
+        """Behind `pick_rows`: each row's pick is that among its own outputs too, `own_logits` [n, most]."""
+        n, vocab = logits.shape
+        self._call(
+            self._n.pick_own, logits.data_ptr(), token_ids.data_ptr(), picks.ctypes.data, cells.ctypes.data, n, vocab,
+            logits.stride(0), ids.data_ptr(), own.cells.ctypes.data, own_logits.data_ptr(), own_logits.stride(0),
+        )  # fmt: skip
+
     def advance(self, cells: np.ndarray, few: Few, positions: Tensor) -> None:
         """One more pick in `cells`; every part of `few` one row further, and positions [axes, n] one coordinate."""
         axes, n = positions.shape
@@ -209,14 +291,36 @@ class NativeOps(TorchOps):
             kernel = self._n.linear_fp32 if weight.format == "fp32" else self._n.linear_fp16
             self._call(kernel, data, x.data_ptr(), out.data_ptr(), n, num_out, num_in, x.stride(0), num_out)
             return out
+        q, of_rows = self._quantised(x, weight)
+        kernel = self._n.linear_q8 if weight.format == "q8" else self._n.linear_q4
+        args = q.data_ptr(), of_rows[0].data_ptr(), of_rows[1].data_ptr(), out.data_ptr()
+        self._call(kernel, data, scales, *args, n, num_out, q.shape[1], num_out)
+        return out
+
+    def _quantised(self, x: Tensor, weight: NativeLinear) -> tuple[Tensor, Tensor]:
+        """x [n, in] as `weight` is multiplied with: int8 [n, padded], and [2, n, groups] scales and what the sums start
+        from."""
+        n, num_in = x.shape
         padded = -(-num_in // GROUP) * GROUP
         q = self._new(n, padded, dtype=torch.int8)
-        of_rows = self._new(2, n, padded // GROUP)  # scales, and what the sums start from
+        of_rows = self._new(2, n, padded // GROUP)
+        args = q.data_ptr(), of_rows[0].data_ptr(), of_rows[1].data_ptr()
         bits = 8 if weight.format == "q8" else 4
-        args = q.data_ptr(), of_rows.data_ptr(), of_rows.data_ptr() + 4 * n * (padded // GROUP)
         self._call(self._n.quantize, x.data_ptr(), *args, n, num_in, padded, x.stride(0), bits)
-        kernel = self._n.linear_q8 if bits == 8 else self._n.linear_q4
-        self._call(kernel, data, scales, *args, out.data_ptr(), n, num_out, padded, num_out)
+        return q, of_rows
+
+    def linear_own(self, x: Tensor, own: Owned) -> Tensor:
+        """x [n, in] -> [n, most]: each row by its own outputs; what lies behind them is left as it is."""
+        x = _rows(x)
+        n, out = x.shape[0], self._new(x.shape[0], own.most)
+        of_rows = None
+        if own.weight.scales is not None:
+            x, of_rows = self._quantised(x, own.weight)
+        scales = (0, 0) if of_rows is None else (of_rows[0].data_ptr(), of_rows[1].data_ptr())
+        self._call(
+            self._n.linear_own, own.cells.ctypes.data, x.data_ptr(), *scales, out.data_ptr(), n, x.shape[1],
+            x.stride(0), own.most, FORMAT_NUMBERS[own.weight.format],
+        )  # fmt: skip
         return out
 
     def embedding(self, table: Tensor, token_ids: Tensor) -> Tensor:

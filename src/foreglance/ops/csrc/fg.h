@@ -23,7 +23,8 @@ typedef void (*Kernel)(const Arg *a, int part, int parts);
     X(0, embed) X(1, linear_fp32) X(2, linear_fp16) X(3, quantize) X(4, linear_q8) X(5, linear_q4) X(6, rms_norm)      \
     X(7, gate_mul) X(8, sigmoid_mul) X(9, rotary) X(10, angles) X(11, write_rows) X(12, attend_rows) X(13, conv_rows)  \
     X(14, delta_gates) X(15, delta_rows) X(16, add) X(17, scale) X(18, copy) X(19, softcap) X(20, route)               \
-    X(21, experts) X(22, combine) X(23, l2_norm) X(24, pick_rows) X(25, advance) X(26, read_bytes) X(27, delta_commit)
+    X(21, experts) X(22, combine) X(23, l2_norm) X(24, pick_rows) X(25, advance) X(26, read_bytes) X(27, delta_commit)  \
+    X(28, linear_own) X(29, pick_own)
 
 enum {
 #define X(number, name) K_##name = number,

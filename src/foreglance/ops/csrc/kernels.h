@@ -535,6 +535,40 @@ QUANTISED_TILE(tile_q4, 4)
 QUANTISED_LINEAR(linear_q8, tile_q8, 8)
 QUANTISED_LINEAR(linear_q4, tile_q4, 4)
 
+/* A row's own outputs: weights and scales of one format, the number that each stands for, how many. */
+typedef struct {
+    void *weight, *scales;
+    const int64_t *numbers;
+    int64_t count;
+} Own;
+
+/* own outputs of n rows, x [n, K] (quantised: q [n, K], row scale, start), out [n, most], n, K, ldx, ldo, format (0 fp32,
+   1 fp16, 2 q8, 3 q4) */
+static void linear_own(const Arg *a, int part, int parts) {
+    const Own *own = a[0].p;
+    int64_t K = a[6].i, groups = K / 32, ldo = a[8].i, format = a[9].i;
+    for (int64_t i = 0; i < a[5].i; i++) {
+        float *out = (float *)a[4].p + i * ldo;
+        if (format <= 1) {
+            Arg c[8] = {{.p = own[i].weight}, {.p = (float *)a[1].p + i * a[7].i}, {.p = out}, {.i = 1},
+                        {.i = own[i].count},  {.i = K},                            {.i = K},   {.i = ldo}};
+            (format ? linear_fp16 : linear_fp32)(c, part, parts);
+        } else {
+            Arg c[10] = {{.p = own[i].weight},
+                         {.p = own[i].scales},
+                         {.p = (int8_t *)a[1].p + i * K},
+                         {.p = (float *)a[2].p + i * groups},
+                         {.p = (int32_t *)a[3].p + i * groups},
+                         {.p = out},
+                         {.i = 1},
+                         {.i = own[i].count},
+                         {.i = K},
+                         {.i = ldo}};
+            (format == 2 ? linear_q8 : linear_q4)(c, part, parts);
+        }
+    }
+}
+
 /* ---- rows ---- */
 
 /* table [vocab, h], type (0 fp32, 1 fp16, 2 bf16), ids int64 [n], out [n, h], n, h */
@@ -839,6 +873,47 @@ static void pick_rows(const Arg *a, int part, int parts) {
         token = ids ? ids[token] : token;
         ((int64_t *)a[1].p)[i] = token;
         ((int64_t *)a[2].p)[before * n + i] = token;
+    }
+}
+
+INLINE int64_t column_of(const int64_t *ids, int64_t v, int64_t token) {
+    int64_t low = 0, high = v - 1;
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (ids[middle] < token) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+/* As `pick_rows`, and behind it: own outputs of n rows, their logits [n, most], ldo: each row's pick is that of all of its
+   logits. The token id of each column must be given. */
+static void pick_own(const Arg *a, int part, int parts) {
+    int64_t n = a[4].i, from, to;
+    const Arg *cells = a[3].p;
+    const int64_t *ids = a[7].p;
+    share(n, part, parts, &from, &to);
+    for (int64_t i = from; i < to; i++) {
+        const Own *own = (const Own *)a[8].p + i;
+        const float *x = (const float *)a[9].p + i * a[10].i;
+        int64_t before = cells[0].i, *pick = (int64_t *)a[2].p + before * n + i, token = *pick;
+        double temperature = cells[1 + 3 * i].f, inverse = 1.0 / temperature;
+        uint64_t key = mix((uint64_t)cells[2 + 3 * i].i + GOLDEN * ((uint64_t)(cells[3 + 3 * i].i + before) + 1));
+        double best = ((const float *)a[0].p)[i * a[6].i + column_of(ids, a[5].i, token)];
+        if (temperature != 0) best += temperature * gumbel(uniform_of(key, token));
+        for (int64_t j = 0; j < own->count; j++) {
+            double score = x[j];
+            if (temperature != 0) {
+                double uniform = uniform_of(key, own->numbers[j]);
+                if (1.0 - uniform > chance_of(x[j], best, inverse)) continue;
+                score += temperature * gumbel(uniform);
+            }
+            if (score > best || (score == best && own->numbers[j] < token)) {
+                best = score;
+                token = own->numbers[j];
+            }
+        }
+        ((int64_t *)a[1].p)[i] = *pick = token;
     }
 }
 
