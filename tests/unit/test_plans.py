@@ -85,9 +85,10 @@ def test_a_chain_of_modules_guesses_alike_in_recorded_calls(temperature, monkeyp
         assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("slots", (1, 3))
 @pytest.mark.parametrize("temperature", (0.0, 0.8))
-def test_an_assistant_guesses_alike_in_recorded_calls(temperature, monkeypatch):
-    """One sequence at a time, within the window of its sliding layers and beyond it: the same tokens and guesses."""
+def test_an_assistant_guesses_alike_in_recorded_calls(temperature, slots, monkeypatch):
+    """Within the window of its sliding layers and beyond it, alone and together: the same tokens and guesses."""
     sampling = SamplingParams(max_tokens=90, temperature=temperature, seed=3, ignore_eos=True)
     original, guesses = SharedCacheDrafter.propose, []
 
@@ -101,17 +102,19 @@ def test_an_assistant_guesses_alike_in_recorded_calls(temperature, monkeypatch):
         found = []
         for planned in (True, False):
             guesses.clear()
-            engine = Engine.load("tiny-gemma", replace(SETTINGS, slots=1), draft_model="tiny-gemma-assistant")
+            engine = Engine.load("tiny-gemma", replace(SETTINGS, slots=slots), draft_model="tiny-gemma-assistant")
             with monkeypatch.context() as patched:
                 if not planned:
-                    patched.setattr(SharedCacheDrafter, "_at_once", lambda drafter, chain: None)
+                    patched.setattr(SharedCacheDrafter, "_at_once", lambda drafter, due: None)
                 else:
                     patched.setattr(gemma4_assistant.Gemma4Assistant, "forward", None)  # not called
-                tokens = []
-                for text in ("Hello!", "What is this? " * 100):
-                    request = Request.from_prompt(text, sampling=sampling, speculation=Speculation("auto", depth))
-                    tokens.append(engine.generate(request)[0].token_ids)
-            assert max(len(one[0]) for one in guesses if one) == depth
+                requests = [
+                    Request.from_prompt(text, sampling=sampling, speculation=Speculation("auto", deep))
+                    for text, deep in (("Hello!", depth), ("What is this? " * 100, depth), ("Who are you?", depth + 1))
+                ]
+                tokens = [result.token_ids for result in engine.generate(requests)]
+            assert max(len(own) for one in guesses for own in one) == depth + 1
+            assert max(len(one) for one in guesses) == slots
             found.append((tokens, list(guesses)))
         assert found[0] == found[1]
 

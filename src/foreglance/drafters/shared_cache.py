@@ -15,10 +15,10 @@ from torch import Tensor
 
 from foreglance.cache.kv import KV
 from foreglance.cache.prefix import Hit, Memory
-from foreglance.cache.store import CacheStore
+from foreglance.cache.store import CacheStore, SequenceCache
 from foreglance.drafters.base import Settled
 from foreglance.drafters.chains import Chain, extend
-from foreglance.models.plans import ReadingAtOnce
+from foreglance.models.plans import Reading, ReadingAtOnce
 from foreglance.models.reading import Lent, Reader
 from foreglance.request import MAX_DEPTH
 from foreglance.sequence import Sequence
@@ -36,7 +36,7 @@ class SharedCacheDrafter:
 
     def __init__(self, reader: Reader, target_store: CacheStore):
         self._reader, self._target_store = reader, target_store
-        self._at_once_reader = reader if isinstance(reader, ReadingAtOnce) else None
+        self._reading = reader if isinstance(reader, ReadingAtOnce) else None
 
     def key(self, sequence: Sequence) -> str | None:
         return None
@@ -52,9 +52,12 @@ class SharedCacheDrafter:
 
     def propose(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
         # 1. who guesses, each from the target's state of its last verified row
-        chains = [Chain(one.sequence, one.depth, self._start(one)) for one in settled if one.depth]
-        if len(chains) == 1 and (tokens := self._at_once(chains[0])) is not None:
-            return {chains[0].sequence.id: tokens}
+        due = [one for one in settled if one.depth]
+        if not due:
+            return {}
+        if (guesses := self._at_once(due)) is not None:
+            return guesses
+        chains = [Chain(one.sequence, one.depth, self._states(one)[-1:]) for one in due]
         # 2. what each sees and where it stands, at every depth
         lent = {chain.sequence.id: self._lent(chain.sequence) for chain in chains}
         at = {chain.sequence.id: self._position(chain.sequence) for chain in chains}
@@ -67,20 +70,23 @@ class SharedCacheDrafter:
             self._extend(alive, state)
         return {chain.sequence.id: tuple(chain.tokens) for chain in chains}
 
-    def _at_once(self, chain: Chain) -> tuple[int, ...] | None:
-        """Steps 2 and 3 of a single sequence in one native call; None where they are not recorded or more than
+    def _at_once(self, due: Many[Settled]) -> dict[int, tuple[int, ...]] | None:
+        """Steps 2 and 3 in one native call, as deep as the deepest; None where they are not recorded or more than
         temperature decides a pick."""
-        sequence, reader = chain.sequence, self._at_once_reader
-        if reader is None or not sequence.picks_plainly:
+        if self._reading is None or not all([one.sequence.picks_plainly for one in due]):
             return None
-        position, lent = self._position(sequence), self._lent(sequence)
-        plan = reader.plan(len(position), lent)
+        caches = [self._verified(one.sequence) for one in due]
+        plan = self._reading.plan(len(due), due[0].sequence.rows.positions.axes, caches[0])
         if plan is None:
             return None
-        params, generated = sequence.request.sampling, sequence.generated
-        return plan.run(
-            generated[-1], chain.hidden, position, lent, chain.depth, params.temperature, params.seed, len(generated)
-        )
+        rows = []
+        for one, cache in zip(due, caches, strict=True):
+            sequence = one.sequence
+            params, generated = sequence.request.sampling, sequence.generated
+            place, states = sequence.coordinate(cache.rows), self._states(one)
+            rows.append(Reading(cache, generated[-1], place, states, params.temperature, params.seed, len(generated)))
+        guesses = plan.run(rows, max([one.depth for one in due]))
+        return {one.sequence.id: tuple(own[: one.depth]) for one, own in zip(due, guesses, strict=True)}
 
     def _extend(self, chains: Many[Chain], state: Tensor) -> None:
         extend(chains, self._reader.logits(state).numpy())
@@ -88,22 +94,26 @@ class SharedCacheDrafter:
             chain.hidden = hidden
 
     @staticmethod
-    def _start(one: Settled) -> Tensor:
-        if one.hidden is None or not len(one.hidden):
+    def _states(one: Settled) -> Tensor:
+        if one.hidden is None or not one.hidden.shape[0]:
             raise RuntimeError("a guess needs the target's state of the last verified row")
-        return one.hidden[-1:]
+        return one.hidden
 
     def _position(self, sequence: Sequence) -> Tensor:
         """[axes, 1] of the last picked token, which has no row yet."""
         rows = self._target_store[sequence.id].rows
         return torch.tensor(sequence.positions(rows, rows + 1).coords)
 
-    def _lent(self, sequence: Sequence) -> Lent:
-        """The verified rows, or those less than the window before the row of the last picked token."""
+    def _verified(self, sequence: Sequence) -> SequenceCache:
+        """The target's cache, which must end at the last verified row."""
         cache = self._target_store[sequence.id]
         if cache.rows != sequence.committed or cache.provisional:
             raise RuntimeError(f"the target holds {cache.rows} rows, {sequence.committed} are verified")
-        lent = []
+        return cache
+
+    def _lent(self, sequence: Sequence) -> Lent:
+        """The verified rows, or those less than the window before the row of the last picked token."""
+        cache, lent = self._verified(sequence), []
         for read in self._reader.spec.reads:
             layer = cache.layers[read.place]
             assert isinstance(layer, KV)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreglance.batch import TILE
+from foreglance.batch import TILE, Few, Holder
 from foreglance.models.base import ModelError, Target, tiles_of
 from foreglance.models.gemma4 import SCALE, Gemma4, Layer, LayerShape, Shape, rotary_of
 from foreglance.models.layers import RotaryTable
@@ -30,7 +30,7 @@ from foreglance.models.plans import NotRecordable, ReaderPlan
 from foreglance.models.reading import Lent, Read, ReaderSpec
 from foreglance.models.weights import INTEGERS, Weights
 from foreglance.ops.base import Ops
-from foreglance.ops.native import Borrowed, NativeOps
+from foreglance.ops.native import NativeOps
 from foreglance.request import MAX_DEPTH
 
 FAMILY = "gemma4_assistant"
@@ -53,19 +53,23 @@ class LentView:
         return torch.stack(rows)
 
 
-class BorrowedView:
-    """`LentView` of one row, on cells that a plan keeps."""
+class FewView:
+    """`LentView` for a plan: `few` says which caches its rows see, and where a row of their own would lie."""
 
-    def __init__(self, ops: NativeOps, positions: Tensor, rotary: dict[str, RotaryTable], seen: Borrowed):
-        self.blocks = tiles_of(1, TILE)
+    def __init__(
+        self, ops: NativeOps, positions: Tensor, rotary: dict[str, RotaryTable], few: Few, reads: Sequence[Read]
+    ):
+        self.blocks = tiles_of(positions.shape[1], TILE)
         self.angles = {kind: table.angles(ops, positions) for kind, table in rotary.items()}
-        self._ops, self._seen = ops, seen
+        self._ops, self._few, self._reads = ops, few, reads
 
     def attend(self, layer: LayerShape, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         raise RuntimeError("an assistant writes no cache")
 
     def look(self, layer: LayerShape, query: Tensor) -> Tensor:
-        return self._ops.attend_borrowed(self._seen, layer.cache, query, layer.kv_heads, SCALE)
+        read = self._reads[layer.cache]
+        window = None if read.window is None else read.window - 1  # the row itself is not there
+        return self._ops.attend_lent(self._few, read.place, query, layer.kv_heads, SCALE, window)
 
 
 class FullHead:
@@ -105,7 +109,7 @@ class Gemma4Assistant:
         self.spec = spec
         self._ops, self._shape, self._rotary, self._embed = load.ops, shape, rotary, target.embed
         self._target_ops = target.ops
-        self._plan: ReaderPlan | None = None
+        self._plans: dict[int, ReaderPlan] = {}
         self.refused: str | None = None  # what guesses compute that no kernel does
         self._in = load.linear({"pre_projection": shape.hidden}, 2 * spec.hidden_size)
         self._out = load.linear({"post_projection": spec.hidden_size}, shape.hidden)
@@ -116,25 +120,26 @@ class Gemma4Assistant:
     def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, lent: Sequence[Lent]) -> Tensor:
         return self._run(token_ids, hidden, LentView(self._ops, positions, self._rotary, lent))
 
-    def forward_borrowed(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, seen: Borrowed) -> Tensor:
-        """`forward` of one row on cells that a plan keeps."""
+    def forward_few(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, few: Few) -> Tensor:
+        """`forward` for a plan, of a row per part of `few`."""
         assert isinstance(self._ops, NativeOps)
-        return self._run(token_ids, hidden, BorrowedView(self._ops, positions, self._rotary, seen))
+        return self._run(token_ids, hidden, FewView(self._ops, positions, self._rotary, few, self.spec.reads))
 
-    def plan(self, axes: int, lent: Lent) -> ReaderPlan | None:
-        """The recorded guesses of one sequence; None where they cannot be recorded."""
+    def plan(self, num_rows: int, axes: int, holder: Holder) -> ReaderPlan | None:
+        """The recorded guesses of so many sequences; None where they cannot be recorded."""
         ops, others = self._ops, self._target_ops
-        if not isinstance(ops, NativeOps) or not isinstance(others, NativeOps) or self.refused is not None:
+        if not isinstance(ops, NativeOps) or not isinstance(others, NativeOps):
             return None
-        if self._plan is None:
+        if num_rows not in self._plans and num_rows <= TILE and self.refused is None:
             try:
-                self._plan = ReaderPlan((ops, others), self, axes, self.spec.hidden_size, lent, MAX_DEPTH)
+                plan = ReaderPlan((ops, others), self, num_rows, axes, self.spec.hidden_size, MAX_DEPTH, holder)
+                self._plans[num_rows] = plan
             except NotRecordable as error:
                 self.refused = str(error)
                 log.info("an assistant's guesses are not recorded: they compute %s outside the kernels", error)
-        return self._plan
+        return self._plans.get(num_rows)
 
-    def _run(self, token_ids: Tensor, hidden: Tensor, view: LentView | BorrowedView) -> Tensor:
+    def _run(self, token_ids: Tensor, hidden: Tensor, view: LentView | FewView) -> Tensor:
         x = self._ops.linear(self._ops.joined(self._embed(token_ids), hidden), self._in, view.blocks)
         for layer in self._layers:
             x = layer(x, None, view)

@@ -9,11 +9,12 @@ else in a plan depends on values. A forward that computes something outside `ops
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,9 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreglance.batch import TILE, Batch, Few, Holder
 from foreglance.models.base import Caches
-from foreglance.models.reading import Lent
 from foreglance.ops.base import Ops, PackedLinear
-from foreglance.ops.native import Borrowed, Gathered, Lines, NativeLinear, NativeOps, Owned
+from foreglance.ops.native import Gathered, Lines, NativeLinear, NativeOps, Owned
 
 log = logging.getLogger(__name__)
 PART_CELLS = 4  # of `Few.table`, for each part
@@ -348,57 +348,90 @@ class LinkPlan:
 class ReadingAtOnce(Protocol):
     """A draft model without a cache, whose guesses may be recorded."""
 
-    def plan(self, axes: int, lent: Lent) -> ReaderPlan | None: ...
+    def plan(self, num_rows: int, axes: int, holder: Holder) -> ReaderPlan | None: ...
 
-    def forward_borrowed(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, seen: Borrowed) -> Tensor: ...
+    def forward_few(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, few: Few) -> Tensor: ...
 
     def logits(self, state: Tensor) -> Tensor: ...
 
     def chained(self, state: Tensor) -> Tensor: ...
 
 
+class Reading(NamedTuple):
+    """What a sequence's guesses begin with: its target's cache, of which all rows are seen; the token behind those, at
+    `coordinate` on every axis; the target's states [rows, h], of which the last is fed; how it picks, and the number of
+    the first guess."""
+
+    holder: Holder
+    token: int
+    coordinate: int
+    states: Tensor
+    temperature: float
+    seed: int
+    index: int
+
+
 class ReaderPlan:
-    """Guesses of one sequence by a model that reads its target's cache: forward, logits, pick, and on to the next,
-    which has the same position and sees the same rows. Raises `NotRecordable`. `used`: all operations that it uses."""
+    """Guesses for `num_rows` sequences by a model that reads its target's cache: forward, logits, pick, and on to the
+    next, which has the same position and sees the same rows. Raises `NotRecordable`.
+
+    `used`: all operations that it uses; `width` that of the target's states; `holder`: any cache to record on.
+    """
 
     def __init__(
-        self, used: Sequence[NativeOps], model: ReadingAtOnce, axes: int, width: int, lent: Lent, deepest: int
+        self,
+        used: Sequence[NativeOps],
+        model: ReadingAtOnce,
+        num_rows: int,
+        axes: int,
+        width: int,
+        deepest: int,
+        holder: Holder,
     ):
-        self._ops = used[0]
-        self._token, self._hidden = torch.zeros(1, dtype=torch.int64), torch.zeros(1, width)
-        self._positions, self._seen = torch.zeros(axes, 1, dtype=torch.int64), Borrowed(len(lent))
-        self._picks, self._cells = np.zeros((deepest, 1), np.int64), np.zeros(4, np.int64)
-        self._nothing, still = np.zeros(1, np.int64), torch.empty(axes, 0, dtype=torch.int64)
-        self._seen.set(lent)
-        self._record = Record()
+        self._ops, self._width = used[0], width
+        ids, positions = np.zeros(num_rows, np.int64), np.zeros((axes, num_rows), np.int64)
+        picks, cells = np.zeros((deepest, num_rows), np.int64), np.zeros(1 + 3 * num_rows, np.int64)
+        table, still = np.zeros(1 + PART_CELLS * num_rows, np.int64), torch.empty(axes, 0, dtype=torch.int64)
+        hidden, self._nothing = torch.zeros(num_rows, width), np.zeros(1, np.int64)
+        table[0], table[1::PART_CELLS], table[2::PART_CELLS] = num_rows, np.arange(num_rows), 1
+        table[3::PART_CELLS], table[4::PART_CELLS] = holder.rows - 1, holder.addresses
+        self._hidden, self._record = hidden.data_ptr(), Record()
+        self._ids, self._positions = memoryview(ids), [memoryview(axis) for axis in positions]
+        self._table, self._picks = memoryview(table), picks
+        self._cells, self._temperatures = memoryview(cells), memoryview(cells.view(np.float64))
+        tokens, places = torch.from_numpy(ids), torch.from_numpy(positions)
         with recording(self._record, *used):
-            state = model.forward_borrowed(self._token, self._hidden, self._positions, self._seen)
+            state = model.forward_few(tokens, hidden, places, Few((), table))
             scores = model.logits(state)
-            self._ops.pick_rows(scores, self._token, self._picks, self._cells)
-            self._ops.copied(model.chained(state), self._hidden)
-            self._ops.advance(self._cells, Few((), self._nothing), still)
+            self._ops.pick_rows(scores, tokens, picks, cells)
+            self._ops.copied(model.chained(state), hidden)
+            self._ops.advance(cells, Few((), self._nothing), still)
+        self._record.buffers += tokens, places, hidden
+        self._kept = table, cells
         self._lines = Lines(self._record.calls)
 
-    def run(
-        self,
-        token: int,
-        hidden: Tensor,
-        position: Tensor,
-        lent: Lent,
-        depth: int,
-        temperature: float,
-        seed: int,
-        index: int,
-    ) -> tuple[int, ...]:
-        """`index` is the number of the first guess."""
-        self._token[0] = token
-        self._hidden.copy_(hidden)
-        self._positions.copy_(position)
-        self._seen.set(lent)
-        self._cells[:] = 0, 0, signed(seed), index
-        self._cells[1:2].view(np.float64)[0] = temperature
+    def run(self, sequences: Sequence[Reading], depth: int) -> list[list[int]]:
+        """-> guesses down to `depth` of each."""
+        table, cells, temperatures = self._table, self._cells, self._temperatures
+        cells[0] = 0
+        for row, (holder, token, coordinate, states, temperature, seed, index) in enumerate(sequences):
+            self._ids[row] = token
+            for axis in self._positions:
+                axis[row] = coordinate
+            move_row(states, self._hidden + 4 * self._width * row)
+            # a row of its own counts as seen (`attend_rows`), so the last one that is there stands in for it
+            table[PART_CELLS * row + 3], table[PART_CELLS * row + 4] = holder.rows - 1, holder.addresses
+            temperatures[3 * row + 1] = temperature
+            cells[3 * row + 2], cells[3 * row + 3] = signed(seed), index
         self._ops.run(self._lines, depth)
-        return tuple(self._picks[:depth, 0].tolist())
+        return self._picks[:depth].T.tolist()
+
+
+def move_row(states: Tensor, address: int) -> None:
+    """The last of float32 rows [rows, h] to where a plan keeps one."""
+    rows = states.contiguous()
+    size = 4 * rows.shape[1]
+    ctypes.memmove(address, rows.data_ptr() + (rows.shape[0] - 1) * size, size)
 
 
 class Plans:

@@ -77,18 +77,12 @@ def _described(kernel: int, args: list[int]) -> tuple[str, str]:
 
 
 class Borrowed:
-    """What a row of one sequence sees of `count` caches that others wrote, as `attend_rows` reads it."""
+    """Keys and values [kv heads, rows, d] that others wrote, all seen by one row, as `attend_rows` reads them."""
 
-    def __init__(self, count: int):
-        self._blocks = np.zeros((count, 4), np.int64)
-        self._addresses = np.array([block.ctypes.data for block in self._blocks], np.int64)
-        self.tables = np.zeros((count, 5), np.int64)
-
-    def set(self, seen: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Keys and values [kv heads, rows, d] by cache, alike in memory, all rows seen."""
-        for block, table, (keys, values) in zip(self._blocks, self.tables, seen, strict=True):
-            block[:] = keys.data_ptr(), values.data_ptr(), keys.stride(0), 0
-            table[:] = 1, 0, 1, keys.shape[1] - 1, self._addresses.ctypes.data
+    def __init__(self, keys: Tensor, values: Tensor):
+        self._block = np.array([keys.data_ptr(), values.data_ptr(), keys.stride(0), 0], np.int64)
+        self._address = np.array([self._block.ctypes.data], np.int64)
+        self.few = Few((), np.array([1, 0, 1, keys.shape[1] - 1, self._address.ctypes.data], np.int64))
 
 
 class Recorder(Protocol):
@@ -439,29 +433,23 @@ class NativeOps(TorchOps):
         )  # fmt: skip
 
     def attend_few(self, few: Few, layer: int, query: Tensor, scale: float) -> Tensor:
-        query = _heads(query)
-        n, heads, d = query.shape
         spec = few.parts[0].holder.layers[layer].spec
-        out = self._new(n, heads * d)
-        self._call(
-            self._n.attend_rows, few.address, layer, query.data_ptr(), out.data_ptr(), heads, spec.kv_heads, d,
-            query.stride(0), query.stride(1), float(scale), few.window(layer) or 0,
-        )  # fmt: skip
-        return out
+        return self.attend_lent(few, layer, query, spec.kv_heads, scale, few.window(layer))
 
     def attend_row(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        borrowed = Borrowed(1)
-        borrowed.set([(keys, values)])
-        return self.attend_borrowed(borrowed, 0, query.unsqueeze(0), keys.shape[0], scale)[0]
+        borrowed = Borrowed(keys, values)
+        return self.attend_lent(borrowed.few, 0, query.unsqueeze(0), keys.shape[0], scale, None)[0]
 
-    def attend_borrowed(self, borrowed: Borrowed, place: int, query: Tensor, kv_heads: int, scale: float) -> Tensor:
-        """query [1, heads, d] -> [1, heads * d], over all that is seen of cache `place`."""
+    def attend_lent(
+        self, few: Few, layer: int, query: Tensor, kv_heads: int, scale: float, window: int | None
+    ) -> Tensor:
+        """query [n, heads, d] -> [n, heads * d], over what the table of `few` says of caches that others wrote."""
         query = _heads(query)
-        _, heads, d = query.shape
-        out = self._new(1, heads * d)
+        n, heads, d = query.shape
+        out = self._new(n, heads * d)
         self._call(
-            self._n.attend_rows, borrowed.tables[place].ctypes.data, place, query.data_ptr(), out.data_ptr(), heads,
-            kv_heads, d, query.stride(0), query.stride(1), float(scale), 0,
+            self._n.attend_rows, few.address, layer, query.data_ptr(), out.data_ptr(), heads, kv_heads, d,
+            query.stride(0), query.stride(1), float(scale), window or 0,
         )  # fmt: skip
         return out
 
