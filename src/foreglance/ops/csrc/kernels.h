@@ -39,7 +39,30 @@ INLINE vf load(const float *p) {
 
 INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 
+INLINE vf some(const float *p, int64_t lanes) {
+    if (lanes == W) return load(p);
+    float t[W] = {0};
+    memcpy(t, p, lanes * 4);
+    return load(t);
+}
+
+INLINE void store_some(float *p, vf v, int64_t lanes) {
+    if (lanes == W) {
+        store(p, v);
+        return;
+    }
+    float t[W];
+    store(t, v);
+    memcpy(p, t, lanes * 4);
+}
+
 INLINE vf splat(float x) { return x - (vf){0}; }
+
+INLINE vi load_ints(const void *p) {
+    vi v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
 
 INLINE float fold(vf v) {
 #if W == 16
@@ -53,6 +76,22 @@ INLINE float fold(vf v) {
 #endif
 }
 
+INLINE vf larger(vf x, vf y) { /* y if one is no number */
+#if defined(HAVE_AVX512)
+    return (vf)_mm512_max_ps((__m512)x, (__m512)y);
+#elif defined(HAVE_AVX2)
+    return (vf)_mm256_max_ps((__m256)x, (__m256)y);
+#else
+    vi more = x > y;
+    return (vf)(((vi)x & more) | ((vi)y & ~more));
+#endif
+}
+
+#if W == 16
+#define NARROW(v, i) ((vh)_mm512_extractf32x8_ps((__m512)(v), i))
+#else
+#define NARROW(v, i) (v)
+#endif
 #ifdef HAVE_AVX2
 #define HALVES(v, i) _mm256_extractf128_ps((__m256)(v), i)
 #else
@@ -80,8 +119,30 @@ INLINE float fold(vf v) {
 #else
 #define LARGER(x, y) ((v4)(((v4i)(x) & ((x) > (y))) | ((v4i)(y) & ~((x) > (y)))))
 #endif
-FOLD_FOUR(sums_of, vhi, v4i, SUM)
-FOLD_FOUR(largest_of, vh, v4, LARGER)
+INLINE vh larger_narrow(vh x, vh y) { /* y if one is no number */
+#ifdef HAVE_AVX2
+    return (vh)_mm256_max_ps((__m256)x, (__m256)y);
+#else
+    return LARGER(x, y);
+#endif
+}
+
+FOLD_FOUR(sums_of_ints, vhi, v4i, SUM)
+FOLD_FOUR(sums_of_narrow, vh, v4, SUM)
+FOLD_FOUR(largest_of_narrow, vh, v4, LARGER)
+
+/* Lane i: v [4] number i, folded. */
+INLINE v4 sums_of(const vf *v) {
+    vh t[4];
+    UNROLL for (int i = 0; i < 4; i++) t[i] = W == 16 ? NARROW(v[i], 0) + NARROW(v[i], 1) : NARROW(v[i], 0);
+    return sums_of_narrow(t);
+}
+
+INLINE v4 largest_of(const vf *v) {
+    vh t[4];
+    UNROLL for (int i = 0; i < 4; i++) t[i] = larger_narrow(NARROW(v[i], 0), NARROW(v[i], 1));
+    return largest_of_narrow(t);
+}
 
 /* Share `part` of `total` units. */
 INLINE void share(int64_t total, int part, int parts, int64_t *from, int64_t *to) {
@@ -137,6 +198,22 @@ INLINE float exp_(float x) {
     } power;
     power.i = ((int32_t)n + 127) << 23;
     return y * power.f;
+}
+
+/* The same of vectors, for x up to 0. */
+INLINE vf exps(vf x) {
+    x = larger(x, splat(-87.0f));
+    vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+    vf r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    vf y = splat(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    return y * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
 }
 
 INLINE float silu(float x) { return x / (1.0f + exp_(-x)); }
@@ -284,12 +361,6 @@ FLOAT_LINEAR(linear_fp16, uint16_t, tile_fp16)
 /* ---- quantised linear: groups of 32 inputs share a scale; activations are quantised per row and group to 8 bits, so
    products and their sums within a group are exact integers on every processor ---- */
 
-INLINE vi load_ints(const void *p) {
-    vi v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
 /* Lane l: sum + w[4 l .. 4 l + 3] . a[0 .. 3] with w unsigned below 16 (nibbles) or any byte. Whether bytes are taken as
    they are, or less 128, is what BYTE_OFFSET says. */
 #if defined(HAVE_AVX512)
@@ -340,17 +411,6 @@ INLINE vh load_narrow(const float *p) {
     return v;
 }
 
-/* The larger size of each lane of x and of `most`, which stays where x is no number. */
-INLINE vh larger_size(vh x, vh most) {
-    vh size = (vh)((vhi)x & 0x7fffffff);
-#ifdef HAVE_AVX2
-    return (vh)_mm256_max_ps((__m256)size, (__m256)most);
-#else
-    vhi more = size > most;
-    return (vh)(((vhi)size & more) | ((vhi)most & ~more));
-#endif
-}
-
 /* 32 numbers that fit into bytes. */
 INLINE void store_bytes(int8_t *q, const vhi *v) {
 #ifdef HAVE_AVX2
@@ -370,9 +430,9 @@ INLINE void quantize_four(const float *const *x, int8_t *q, float *scale, int32_
     vh size[4];
     UNROLL for (int i = 0; i < 4; i++) {
         size[i] = (vh){0};
-        UNROLL for (int j = 0; j < 32 / H; j++) size[i] = larger_size(load_narrow(x[i] + j * H), size[i]);
+        UNROLL for (int j = 0; j < 32 / H; j++) size[i] = larger_narrow((vh)((vhi)load_narrow(x[i] + j * H) & 0x7fffffff), size[i]);
     }
-    v4 most = largest_of(size), of = most / 127.0f, by = (v4)((v4i)(127.0f / most) & (most > 0.0f));
+    v4 most = largest_of_narrow(size), of = most / 127.0f, by = (v4)((v4i)(127.0f / most) & (most > 0.0f));
     vhi sum[4];
     UNROLL for (int i = 0; i < 4; i++) {
         vhi value[32 / H];
@@ -384,7 +444,7 @@ INLINE void quantize_four(const float *const *x, int8_t *q, float *scale, int32_
         }
         if (i < count) store_bytes(q + i * 32, value);
     }
-    v4i first = sums_of(sum) * -offset;
+    v4i first = sums_of_ints(sum) * -offset;
     memcpy(scale, &of, sizeof of);
     memcpy(start, &first, sizeof first);
 }
@@ -746,11 +806,6 @@ static void softcap(const Arg *a, int part, int parts) {
     }
 }
 
-INLINE vf larger(vf x, vf y) {
-    vi more = x > y;
-    return (vf)(((vi)x & more) | ((vi)y & ~more));
-}
-
 /* Where the largest of x [v] is: the block that holds it first, then its place in there. */
 INLINE int64_t first_of_most(const float *x, int64_t v) {
     float most = -INFINITY;
@@ -961,47 +1016,152 @@ static void write_rows(const Arg *a, int part, int parts) {
 
 typedef struct {
     const float *query;
-    float *out;
-    int64_t from, to; /* rows that it sees */
+    float *out, *seen; /* what it gets, and that before it is divided by `weight` */
+    int64_t from, to;  /* rows that it sees */
     float most, weight;
 } Query;
 
-/* One block of keys for one query: softmax as it goes (Milakov and Gimelshein, 2018). */
-INLINE void attend_block(Query *q, float *seen, const float *keys, const float *values, int64_t first, int64_t at,
-                         int64_t d, float scale) {
-    int64_t from = q->from > at ? q->from : at, to = q->to < at + KEY_BLOCK ? q->to : at + KEY_BLOCK;
-    if (from >= to) return;
-    float score[KEY_BLOCK], most = q->most;
-    for (int64_t j = from; j < to; j++) {
-        float s = dot(q->query, keys + (j - first) * d, d) * scale;
-        score[j - at] = s;
-        most = s > most ? s : most;
-    }
-    float fade = exp_(q->most - most), sum = 0;
-    for (int64_t j = from - at; j < to - at; j++) score[j] = exp_(score[j] - most);
-    for (int64_t j = from - at; j < to - at; j++) sum += score[j];
-    q->weight = q->weight * fade + sum;
-    q->most = most;
+/* Weights of the keys [from, to) of a block, added up in `seen`, which fades before. M queries, all of which see them. */
+INLINE void see(float *const *seen, const float *fade, const float (*weight)[KEY_BLOCK], const float *values,
+                int64_t from, int64_t to, int64_t d, const int M) {
     int64_t c = 0;
     for (; c + 4 * W <= d; c += 4 * W) {
-        vf t[4];
-        UNROLL for (int p = 0; p < 4; p++) t[p] = load(seen + c + p * W) * fade;
+        vf t[4][4];
+        UNROLL for (int m = 0; m < M; m++) UNROLL for (int p = 0; p < 4; p++) t[m][p] =
+            load(seen[m] + c + p * W) * fade[m];
         for (int64_t j = from; j < to; j++) {
-            const float *v = values + (j - first) * d + c;
-            UNROLL for (int p = 0; p < 4; p++) t[p] += load(v + p * W) * score[j - at];
+            vf v[4];
+            UNROLL for (int p = 0; p < 4; p++) v[p] = load(values + j * d + c + p * W);
+            UNROLL for (int m = 0; m < M; m++) {
+                vf by = splat(weight[m][j]);
+                UNROLL for (int p = 0; p < 4; p++) t[m][p] += v[p] * by;
+            }
         }
-        UNROLL for (int p = 0; p < 4; p++) store(seen + c + p * W, t[p]);
+        UNROLL for (int m = 0; m < M; m++) UNROLL for (int p = 0; p < 4; p++) store(seen[m] + c + p * W, t[m][p]);
     }
+    for (; c < d; c += W) { /* in vectors to the end: a sum of scalars may be contracted in one way or another */
+        int64_t lanes = d - c < W ? d - c : W;
+        UNROLL for (int m = 0; m < M; m++) {
+            vf t = some(seen[m] + c, lanes) * fade[m];
+            for (int64_t j = from; j < to; j++) t += some(values + j * d + c, lanes) * weight[m][j];
+            store_some(seen[m] + c, t, lanes);
+        }
+    }
+}
+
+/* Products of M queries with four keys, in the order of `dot`. */
+INLINE void four_products(const Query *q, const float *const *key, float (*score)[KEY_BLOCK], int64_t j, int64_t d,
+                          float scale, const int M) {
+    vf sum[4][4];
+    int64_t c = 0;
+    UNROLL for (int m = 0; m < M; m++) UNROLL for (int i = 0; i < 4; i++) sum[m][i] = (vf){0};
     for (; c + W <= d; c += W) {
-        vf t = load(seen + c) * fade;
-        for (int64_t j = from; j < to; j++) t += load(values + (j - first) * d + c) * score[j - at];
-        store(seen + c, t);
+        vf k[4];
+        UNROLL for (int i = 0; i < 4; i++) k[i] = load(key[i] + c);
+        UNROLL for (int m = 0; m < M; m++) {
+            vf own = load(q[m].query + c);
+            UNROLL for (int i = 0; i < 4; i++) sum[m][i] += own * k[i];
+        }
     }
-    for (; c < d; c++) {
-        float t = seen[c] * fade;
-        for (int64_t j = from; j < to; j++) t += values[(j - first) * d + c] * score[j - at];
-        seen[c] = t;
+    UNROLL for (int m = 0; m < M; m++) {
+        v4 all = sums_of(sum[m]);
+        for (int64_t at = c; at < d; at++)
+            all += (v4){key[0][at], key[1][at], key[2][at], key[3][at]} * q[m].query[at];
+        all *= scale;
+        memcpy(score[m] + j, &all, sizeof all);
     }
+}
+
+/* One block of keys for M queries: softmax as it goes (Milakov and Gimelshein, 2018). Keys and values are those of row
+   `at` on. Nothing is read beyond the rows that one of the queries sees, and none counts that a query does not see. */
+INLINE void attend_block(Query *q, const float *keys, const float *values, int64_t at, int64_t d, float scale,
+                         const int M) {
+    static const int32_t number[KEY_BLOCK] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                              16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+    float weight[4][KEY_BLOCK], fade[4], *seen[4];
+    int64_t from[4], to[4], lowest = KEY_BLOCK, highest = 0, first = 0, last = KEY_BLOCK;
+    for (int m = 0; m < M; m++) {
+        from[m] = q[m].from > at ? q[m].from - at : 0;
+        to[m] = q[m].to < at + KEY_BLOCK ? q[m].to - at : KEY_BLOCK;
+        seen[m] = q[m].seen;
+        fade[m] = 1;
+        if (from[m] >= to[m]) from[m] = to[m] = 0;
+        else {
+            lowest = from[m] < lowest ? from[m] : lowest;
+            highest = to[m] > highest ? to[m] : highest;
+        }
+        first = from[m] > first ? from[m] : first; /* of what all of them see */
+        last = to[m] < last ? to[m] : last;
+    }
+    if (lowest >= highest) return;
+    for (int64_t j = lowest / 4 * 4; j < highest; j += 4) {
+        const float *key[4];
+        UNROLL for (int i = 0; i < 4; i++) {
+            int64_t row = j + i < lowest ? lowest : j + i < highest ? j + i : highest - 1;
+            key[i] = keys + row * d;
+        }
+        four_products(q, key, weight, j, d, scale, M);
+    }
+    vf top[4], sum[4];
+    float old[W], faded[W];
+    UNROLL for (int m = 0; m < 4; m++) {
+        top[m] = splat(-INFINITY);
+        sum[m] = (vf){0};
+        old[m] = m < M ? q[m].most : 0;
+        if (m < M)
+            UNROLL for (int p = 0; p < KEY_BLOCK; p += W) {
+                vi own = load_ints(number + p), sees = (own >= (int32_t)from[m]) & (own < (int32_t)to[m]);
+                vf score = (vf)(((vi)load(weight[m] + p) & sees) | ((vi)splat(-INFINITY) & ~sees));
+                store(weight[m] + p, score);
+                top[m] = larger(score, top[m]);
+            }
+    }
+    v4 best = largest_of(top);
+    UNROLL for (int m = 0; m < M; m++) best[m] = best[m] > old[m] ? best[m] : old[m];
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int p = 0; p < KEY_BLOCK; p += W) {
+            vi own = load_ints(number + p), sees = (own >= (int32_t)from[m]) & (own < (int32_t)to[m]);
+            vf now = (vf)((vi)exps(load(weight[m] + p) - splat(best[m])) & sees);
+            store(weight[m] + p, now);
+            sum[m] += now;
+        }
+    for (int m = 0; m < W; m++) faded[m] = m < M ? old[m] - best[m] : 0;
+    store(faded, exps(load(faded)));
+    v4 added = sums_of(sum);
+    for (int m = 0; m < M; m++) {
+        if (from[m] >= to[m]) continue;
+        fade[m] = faded[m];
+        q[m].weight = q[m].weight * fade[m] + added[m];
+        q[m].most = best[m];
+    }
+    last = last < first ? first : last;
+    for (int m = 0; m < M; m++) {
+        int64_t stop = to[m] < first ? to[m] : first;
+        if (from[m] >= stop) continue;
+        see(seen + m, fade + m, weight + m, values, from[m], stop, d, 1);
+        fade[m] = 1;
+    }
+    if (first < last) see(seen, fade, weight, values, first, last, d, M);
+    for (int m = 0; m < M; m++) {
+        if (first < last) fade[m] = 1;
+        if (last < to[m]) see(seen + m, fade + m, weight + m, values, last, to[m], d, 1);
+    }
+}
+
+#if W == 16
+#define QUERIES_AT_ONCE 4
+#else
+#define QUERIES_AT_ONCE 2
+#endif
+
+static __attribute__((noinline)) void attend_blocks(Query *q, int64_t count, const float *keys, const float *values,
+                                                    int64_t at, int64_t d, float scale) {
+    int64_t i = 0;
+#if QUERIES_AT_ONCE == 4
+    for (; i + 4 <= count; i += 4) attend_block(q + i, keys, values, at, d, scale, 4);
+#endif
+    for (; i + 2 <= count; i += 2) attend_block(q + i, keys, values, at, d, scale, 2);
+    if (i < count) attend_block(q + i, keys, values, at, d, scale, 1);
 }
 
 /* parts, layer, query [n, heads, d], out [n, heads * d], heads, kv heads, d, ld query, heads of query, scale, window
@@ -1026,14 +1186,13 @@ static void attend_rows(const Arg *a, int part, int parts) {
                 from_row = from_row < first ? first : from_row;
                 q[i] = (Query){(const float *)a[2].p + (own[0] + row) * a[7].i + head * a[8].i,
                                (float *)a[3].p + ((own[0] + row) * heads + head) * d,
-                               from_row, to_row, -INFINITY, 0};
+                               seen[i], from_row, to_row, -INFINITY, 0};
                 lowest = from_row < lowest ? from_row : lowest;
                 highest = to_row > highest ? to_row : highest;
                 memset(seen[i], 0, d * 4);
             }
             for (int64_t j = lowest / KEY_BLOCK * KEY_BLOCK; j < highest; j += KEY_BLOCK)
-                for (int64_t i = 0; i < count; i++)
-                    attend_block(q + i, seen[i], keys, values, first, j, d, (float)a[9].f);
+                attend_blocks(q, count, keys + (j - first) * d, values + (j - first) * d, j, d, (float)a[9].f);
             for (int64_t i = 0; i < count; i++) {
                 float inverse = 1.0f / q[i].weight;
                 for (int64_t c = 0; c < d; c++) q[i].out[c] = seen[i][c] * inverse;
@@ -1137,13 +1296,6 @@ INLINE Head head_of(const int64_t *block, int64_t head, int64_t heads, int64_t r
 /* A state behind a row; the one place where it is computed, so that a repeated row gives the same bits. */
 INLINE vf moved(vf state, vf held, float decay, float k) { return state * decay + held * k; }
 
-INLINE vf some(const float *p, int64_t lanes) {
-    if (lanes == W) return load(p);
-    float t[W] = {0};
-    memcpy(t, p, lanes * 4);
-    return load(t);
-}
-
 /* Past the caches: what is not read soon need not displace anything, nor be fetched before it is written. */
 INLINE void store_past(float *p, vf v) {
 #if defined(HAVE_AVX512)
@@ -1164,16 +1316,6 @@ INLINE void after_stores(void) { /* that went past the caches: others see them f
 #ifdef FG_X86
     _mm_sfence();
 #endif
-}
-
-INLINE void store_some(float *p, vf v, int64_t lanes) {
-    if (lanes == W) {
-        store(p, v);
-        return;
-    }
-    float t[W];
-    store(t, v);
-    memcpy(p, t, lanes * 4);
 }
 
 /* Kept rows once more over columns [c, c + V vectors) of a head, into `room` and where the head wants it, and
