@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -41,10 +42,17 @@ def render(
     conversation = as_conversation(messages, format)
     try:
         return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **more)
-    except (ValueError, TypeError, jinja2.TemplateError) as error:
+    except Exception as error:  # a template is a program: anything may go wrong in it
+        said = str(error) or type(error).__name__
         raise RequestError(
-            f"the model's chat template does not take this conversation: {error}", param="messages"
+            f"the model's chat template does not take this conversation: {said}{_place(error)}", param="messages"
         ) from error
+
+
+def _place(error: Exception) -> str:
+    """The line of the template, where there is one; one that refuses a conversation in words of its own needs none."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    return f" (line {lines[-1]} of the template)" if lines and type(error) is not jinja2.TemplateError else ""
 
 
 def as_conversation(messages: Sequence[Message], format: ChatFormat) -> list[dict[str, Any]]:

@@ -3,15 +3,19 @@ is wrong, exit code 2, whoever loads them; and a file that is cut while its mode
 
 import itertools
 import json
+import math
 import os
+import re
 import shutil
 import struct
 import sys
 from pathlib import Path
 
+import numpy as np
 import PIL.Image
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -20,6 +24,7 @@ from typer.testing import CliRunner
 from foreglance import Engine, Request, SamplingParams, Settings
 from foreglance.cli import app
 from foreglance.models.base import ModelError
+from foreglance.models.gguf.export import add_value
 from foreglance.models.registry import load_model
 from foreglance.models.weights import EMBEDDED, INDEX, SINGLE
 
@@ -180,6 +185,41 @@ DAMAGE = {
         lambda m: retold(m / "config.json", lambda values: values.update(max_position_embeddings=0)),
         "max_position_embeddings is 0",
     ),
+    "a weight that is no number": (
+        lambda m: retensored(m, lambda t: t[first(t, "up_proj")].view(-1)[77].fill_(math.nan)),
+        "1 not finite: model.layers.0.mlp.up_proj.weight holds 1 of",
+    ),
+    "weights that are infinite": (
+        lambda m: retensored(
+            m, lambda t: [t[first(t, part)].view(-1)[3:].fill_(-math.inf) for part in ("embed", "norm")]
+        ),
+        "2 not finite: model.embed_tokens.weight holds",
+    ),
+    "an epsilon that is no number": (
+        lambda m: retold(m / "config.json", lambda values: values.update(rms_norm_eps=math.nan)),
+        "config.json: rms_norm_eps is nan, no finite number",
+    ),
+    "angles without end": (
+        lambda m: (m / "config.json").write_text(
+            re.sub(r'"rope_theta": [0-9.e+]+', '"rope_theta": 1e999', (m / "config.json").read_text())
+        ),
+        "rope_theta is inf, no finite number",
+    ),
+    "a template that is cut": (
+        lambda m: cut(m / "chat_template.jinja", (m / "chat_template.jinja").stat().st_size - 10),
+        "chat_template.jinja, line ",
+    ),
+    "a template with a filter that is not there": (
+        lambda m: (m / "chat_template.jinja").write_text("one\ntwo {{ messages | shouted }}"),
+        "chat_template.jinja, line 2: the chat template is broken (No filter named 'shouted'",
+    ),
+    "a template that is a number": (
+        lambda m: (
+            (m / "chat_template.jinja").unlink(),
+            retold(m / "tokenizer_config.json", lambda values: values.update(chat_template=5)),
+        ),
+        "tokenizer_config.json: the chat template is int, no text",
+    ),
     "no tokenizer": (lambda m: (m / "tokenizer.json").unlink(), "has no tokenizer"),
     "a tokenizer that is cut": (lambda m: cut(m / "tokenizer.json", 50_000), "its tokenizer cannot be read"),
     "a tokenizer that is null": (lambda m: (m / "tokenizer.json").write_text("null"), "its tokenizer cannot be read"),
@@ -264,6 +304,85 @@ def test_a_number_of_billions_in_a_gguf_file_is_not_believed(gguf, tmp_path, nam
     target = bad if name == "target.gguf" else gguf / "target.gguf"
     more = ["--mmproj", bad] if name == "mmproj.gguf" else []
     generate(target, *more, names=bad if name == "target.gguf" else target)
+
+
+def test_a_template_that_fails_says_where_when_it_is_used(model):
+    """It compiles, so that it may take other conversations."""
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}\n\n{{ 1 // (m.content | length - 5) }}{% endfor %}"
+    )
+    result = CliRunner().invoke(app, ["generate", "--prompt", "Hello", "--max-tokens", "2", "--model", str(model)])
+    words = result.stderr.replace("\n", " ")
+    assert result.exit_code == 2 and "by zero (line 3 of the template)" in words, words
+    asked = CliRunner().invoke(app, ["generate", "--prompt", "Hello!", "--max-tokens", "2", "--model", str(model)])
+    assert asked.exit_code == 0
+
+
+def patched(path: Path, change) -> None:
+    """Change the metadata and tensors of a GGUF file: `change` gets both by name, tensors with their type's number."""
+    reader = GGUFReader(path)
+    values = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    tensors = {one.name: (one.data.copy(), one.tensor_type) for one in reader.tensors}
+    change(values, tensors)
+    writer = GGUFWriter(path, values.pop("general.architecture"))
+    for key, value in values.items():
+        add_value(writer, key, value)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _with_nan(tensors, name, value=math.nan):
+    data, kind = tensors[name]
+    data.reshape(-1)[5] = value
+    tensors[name] = data, kind
+
+
+QWEN = "qwen35"
+ODD_GGUF = {
+    "a norm of bytes": (
+        lambda v, t: t.update(
+            {"output_norm.weight": (t["output_norm.weight"][0].astype(np.int8), GGMLQuantizationType.I8)}
+        ),
+        "tensor output_norm.weight is I8",
+    ),
+    "a norm that is no number": (lambda v, t: _with_nan(t, "output_norm.weight"), "1 not finite: model"),
+    "a matrix that is infinite": (lambda v, t: _with_nan(t, "blk.0.ffn_up.weight", math.inf), "1 not finite: model"),
+    "an epsilon that is no number": (
+        lambda v, t: v.update({f"{QWEN}.attention.layer_norm_rms_epsilon": math.nan}),
+        "layer_norm_rms_epsilon is nan, no finite number",
+    ),
+    "angles without end": (
+        lambda v, t: v.update({f"{QWEN}.rope.freq_base": math.inf}),
+        "rope.freq_base is inf, no finite number",
+    ),
+    "a list with an odd number": (
+        lambda v, t: v.update({f"{QWEN}.made.up": [1.0, math.nan]}),
+        "made.up is nan, no finite number",
+    ),
+    "a template that is cut": (
+        lambda v, t: v.update({"tokenizer.chat_template": v["tokenizer.chat_template"][:-10]}),
+        "tokenizer.chat_template, line ",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ODD_GGUF)
+def test_odd_numbers_and_templates_of_a_gguf_file_are_refused_in_one_line(gguf, tmp_path, what):
+    bad, (change, words) = tmp_path / "bad.gguf", ODD_GGUF[what]
+    shutil.copy(gguf / "target.gguf", bad)
+    patched(bad, change)
+    assert words in generate(bad, names=bad)
+
+
+def test_a_file_that_is_patched_without_a_change_loads(gguf, tmp_path):
+    shutil.copy(gguf / "target.gguf", tmp_path / "same.gguf")
+    patched(tmp_path / "same.gguf", lambda values, tensors: None)
+    args = ["generate", "--prompt", "Hello", "--max-tokens", "2", "--model", str(tmp_path / "same.gguf")]
+    assert CliRunner().invoke(app, args).exit_code == 0
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from foreglance.prompt import ImageInput, MRope, make_rows
@@ -14,7 +14,8 @@ from foreglance.verify import Verdict, verify
 
 words = st.text("ab", max_size=12)
 stops = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple)
-END = 99
+END, PAUSE = 99, 98
+ENDS = frozenset({END, PAUSE})
 
 
 def through(stop_strings, pieces):
@@ -54,24 +55,46 @@ def test_text_that_may_begin_a_stop_string_is_held_back():
 def sequence_of(ids=(1, 2, 3), images=(), context=100, **sampling):
     request = Request.from_prompt("-", sampling=SamplingParams(**sampling))
     rows = make_rows(ids, 9, images, MRope())
-    return Sequence(
-        0, request, rows, MRope(), frozenset({END}), lambda t: "".join(chr(97 + i % 26) for i in t), context
-    )
+    return Sequence(0, request, rows, MRope(), ENDS, decode, context)
 
 
-@given(st.integers(1, 9), st.lists(st.sampled_from([4, 5, END]), min_size=1, max_size=8), st.booleans())
-def test_a_limited_verdict_is_what_is_taken(max_tokens, picks, ignore_eos):
-    """`limit` decides what is committed and `take` what is said: they must agree."""
-    sequence = sequence_of(max_tokens=max_tokens, stop=("fff",), ignore_eos=ignore_eos)
+def end_of(picks, ignore_eos, stop, limit):
+    """How many of these tokens are the answer, and why it ends there, by the letter; None: it goes on."""
+    for n in range(1, len(picks) + 1):
+        if picks[n - 1] in ENDS and not ignore_eos:
+            return n, "stop"
+        text = decode(token for token in picks[:n] if ignore_eos or token not in ENDS)
+        if any(one in text for one in stop):
+            return n, "stop"
+        if n == limit:
+            return n, "length"
+    return len(picks), None
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([4, 5, *ENDS]), min_size=1, max_size=6), min_size=1, max_size=4),
+    st.integers(1, 9),
+    st.integers(4, 12),
+    st.booleans(),
+    st.sampled_from([(), ("ff",), ("fef", "ee")]),
+)
+def test_a_limited_verdict_is_what_is_taken(steps, max_tokens, context, ignore_eos, stop):
+    """`limit` decides what is committed and `take` what is said: they must agree, in every step, and the answer ends
+    where its tokens alone say."""
+    sequence, taken = sequence_of(max_tokens=max_tokens, context=context, stop=stop, ignore_eos=ignore_eos), []
     sequence.advance(3)
-    verdict = sequence.limit(verify(picks[:-1], picks))
-    event = sequence.take(verdict)
-    assert tuple(token.id for token in event.tokens) == verdict.tokens
-    assert verdict.keep == len(verdict.tokens) <= max_tokens
-    assert sequence.committed == 3 + len(verdict.tokens) - 1
-    ends = (not ignore_eos and END in verdict.tokens) or len(verdict.tokens) == max_tokens or "fff" in decode(picks)
-    assert (event.result is not None) == (sequence.finish is not None)
-    assert sequence.finish is None or ends
+    for picks in steps:
+        verdict = sequence.limit(verify(picks[:-1], picks))
+        event = sequence.take(verdict)
+        taken += verdict.tokens
+        assert tuple(token.id for token in event.tokens) == verdict.tokens
+        assert verdict.keep == len(verdict.tokens) and sequence.committed == 3 + len(taken) - 1
+        assert (event.result is not None) == (sequence.finish is not None)
+        if sequence.finish is not None:
+            break
+    said = [token for picks in steps for token in picks]
+    count, finish = end_of(said, ignore_eos, stop, min(max_tokens, context - 3))
+    assert (taken, sequence.finish) == (said[:count], finish)
 
 
 def decode(tokens):
@@ -94,7 +117,10 @@ def answer(picks, cuts, stop, max_tokens):
             break
         gained, picks = picks[:size], picks[size:]
         logprobs = [LogProb(-float(token)) for token in gained]
-        tokens += sequence.take(sequence.limit(verify(gained[:-1], gained, logprobs))).tokens
+        verdict = sequence.limit(verify(gained[:-1], gained, logprobs))
+        taken = sequence.take(verdict).tokens
+        assert verdict.keep == len(verdict.logprobs) == len(taken)
+        tokens += taken
         assert sequence.committed == 3 + len(tokens) - 1
     ids = tuple((token.id, token.logprob, token.text) for token in tokens)
     return ids, sequence.finish, "".join(token.text for token in tokens), sequence._text
@@ -103,6 +129,8 @@ def answer(picks, cuts, stop, max_tokens):
 pieces = st.lists(st.sampled_from([b"a", b"b", "é".encode(), "🙂".encode(), b"\xf0", bytes([END])]), max_size=9)
 
 
+@example(["é".encode(), b"a", b"b", b"a"], [1, 4], ["éa"], 20)  # a stop string that begins with half a character
+@example([b"a", b"b", b"b", b"a"], [1, 4], ["ab"], 20)  # and one that begins in the step before
 @given(
     pieces,
     st.lists(st.integers(1, 8), max_size=9),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import jinja2
 
 from foreglance.chat_format import ChatFormat
 from foreglance.grammar import Grammars, hugging_face_vocabulary
@@ -28,9 +32,11 @@ from foreglance.ops.numerics import SelfTest, choose, kernels_are_native
 from foreglance.prompt import Prompter
 from foreglance.settings import Settings
 
+log = logging.getLogger(__name__)
 DEFAULT_CONTEXT = 32_768
 CONFIG = "config.json"
-SMALL_FILES = ("generation_config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SMALL_FILES = ("generation_config.json", TOKENIZER_CONFIG, "preprocessor_config.json", "processor_config.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the files that a tokenizer is made of
 MAX_LAYERS = 1000
 SLACK = 8  # numbers of a weight for each byte of the files: few bits each, and shapes that only some checkpoints have
@@ -118,11 +124,26 @@ def check_small_files(folder: Path) -> None:
     """What libraries will read of a checkpoint besides weights and tokenizer is JSON, and promises no million of
     layers. Raises `ModelError` that names the file."""
     read = {name: read_json(folder / name) for name in (CONFIG, *SMALL_FILES) if (folder / name).is_file()}
+    for name, values in read.items():
+        if (odd := _odd_number(values)) is not None:
+            raise ModelError(f"{folder / name}: {odd}, no finite number")
     config = read.get(CONFIG, {})
     for values in (config, config.get("text_config"), config.get("vision_config")):
         layers = values.get("num_hidden_layers") if isinstance(values, dict) else None
         if isinstance(layers, int) and not 0 < layers <= MAX_LAYERS:
             raise ModelError(f"{folder / CONFIG}: num_hidden_layers is {layers}; 1 to {MAX_LAYERS} are read")
+
+
+def _odd_number(values: dict[str, Any]) -> str | None:
+    """The first number that is none, with its place: JSON as Python reads it knows NaN and Infinity, and 1e999."""
+    left: list[tuple[str, Any]] = [("", values)]
+    while left:
+        place, value = left.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{place} is {value}"
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        left += [(f"{place}.{key}" if place else key, one) for key, one in inside]
+    return None
 
 
 def _check_sizes(folder: Path, shapes: set[tuple[int, int]], widths: set[int]) -> None:
@@ -161,6 +182,8 @@ def _load(
     ops, report = choose(weights, shapes, widths, *experts, draft_weights=of_drafts)
     tokenizer = load_tokenizer(folder)
     _check_tokenizer(tokenizer, text["vocab_size"], folder)
+    if not text_only:
+        _check_templates(tokenizer, folder)
     context = min(settings.context or DEFAULT_CONTEXT, text["max_position_embeddings"])
     eos = end_tokens(folder, values, tokenizer)
     with kept_within(settings.weight_cache_bytes):
@@ -204,6 +227,32 @@ def _check_tokenizer(tokenizer: Any, vocab_size: int, folder: Path) -> None:
             f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model only {vocab_size}; "
             "they do not belong together"
         )
+
+
+def _check_templates(tokenizer: Any, folder: Path) -> None:
+    """A chat template must compile. One that does may still not take every conversation, see `conversation.render`."""
+    templates = tokenizer.chat_template
+    for name, template in templates.items() if isinstance(templates, dict) else [(None, templates)]:
+        if template is None:
+            continue
+        where = _template_file(folder, name)
+        if not isinstance(template, str):
+            raise ModelError(f"{where}: the chat template is {type(template).__name__}, no text")
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template, tokenize=False)
+        except jinja2.TemplateSyntaxError as error:
+            words = " ".join((error.message or "").split())
+            raise ModelError(f"{where}, line {error.lineno}: the chat template is broken ({words})") from error
+        except Exception as error:  # of this conversation alone, perhaps
+            log.debug("%s: %s", where, error)
+
+
+def _template_file(folder: Path, name: str | None) -> Path | str:
+    """Where transformers, or a GGUF file, has a template."""
+    if named(folder) != folder:
+        return "tokenizer.chat_template"
+    places = [folder / "chat_template.jinja", folder / "additional_chat_templates" / f"{name}.jinja"]
+    return next((path for path in places[name not in (None, "default") :] if path.is_file()), folder / TOKENIZER_CONFIG)
 
 
 def end_tokens(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:

@@ -7,10 +7,10 @@ remote code.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ Hear = Callable[[str, int, int], None]
 _heard: ContextVar[Hear | None] = ContextVar("heard", default=None)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
+BOUNDS = ("_min", "_max")  # ends of names of numbers that may be infinite: what a vision tower clips at
 MOST_A_BYTE = 2  # weights in a byte of a file, at most
 BYTES_A_WEIGHT = 2  # of published checkpoints, for how far a load is
 SMALL = 1 << 20  # numbers that are nothing to worry about
@@ -238,8 +239,8 @@ def heard_by(hear: Hear) -> Iterator[None]:
 class Weights:
     """The tensors of a checkpoint folder, handed out once each.
 
-    `take` notes what is missing, mis-shaped or of another kind of number and goes on, so that `finish` can name
-    everything that is wrong at once.
+    `take` notes what is missing, mis-shaped, of another kind of number or not finite and goes on, so that `finish` can
+    name everything that is wrong at once.
     """
 
     def __init__(self, folder: Path):
@@ -251,6 +252,7 @@ class Weights:
         self._missing: list[str] = []
         self._misshaped: list[str] = []
         self._mistyped: list[str] = []
+        self._not_finite: list[str] = []
         self._made_up = 0  # numbers of stand-ins
         self._hear, self._read = _heard.get(), 0
         self._total = stored_bytes(folder)
@@ -272,8 +274,8 @@ class Weights:
         self._known = set(self._names)
 
     def take(self, name: str, *shape: int, kinds: Sequence[torch.dtype] = FLOATS) -> Tensor:
-        """The tensor, as it is stored; zeros in its place if it is missing, has another shape or none of the `kinds` of
-        numbers (see `finish`)."""
+        """The tensor, as it is stored; zeros in its place if it is missing, has another shape, none of the `kinds` of
+        numbers or one that is not finite (see `finish`)."""
         if name not in self._known:
             self._missing.append(f"{name} {list(shape)}")
             return self._stand_in(shape)
@@ -282,17 +284,22 @@ class Weights:
         if tuple(tensor.shape) != shape:
             self._misshaped.append(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
             return self._stand_in(shape)
-        return tensor if self._is_of(kinds, name, tensor) else self._stand_in(shape)
+        return tensor if self._is_sound(kinds, name, tensor) else self._stand_in(shape)
 
-    def _is_of(self, kinds: Sequence[torch.dtype], name: str, tensor: Tensor) -> bool:
+    def _is_sound(self, kinds: Sequence[torch.dtype], name: str, tensor: Tensor) -> bool:
         if tensor.dtype not in kinds:
             expected = ", ".join(str(kind).removeprefix("torch.") for kind in kinds)
             self._mistyped.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, expected one of {expected}")
-        return tensor.dtype in kinds
+            return False
+        if not is_finite(tensor) and not (name.endswith(BOUNDS) and not tensor.isnan().any()):
+            count = int((~tensor.isfinite()).sum())
+            self._not_finite.append(f"{name} holds {count} of {tensor.numel()} numbers that are nan or infinite")
+            return False
+        return True
 
     def _stand_in(self, shape: tuple[int, ...]) -> Tensor:
         """Zeros. A config may promise anything, so they may not take more than what the files hold would."""
-        self._made_up += prod(shape)
+        self._made_up += math.prod(shape)
         if self._made_up > MOST_A_BYTE * self._total + SMALL:
             self._refuse([])
         return torch.zeros(shape)
@@ -303,7 +310,7 @@ class Weights:
         self._taken.update(names)
         found = {name: self._read_in(name) for name in names}
         for name, tensor in found.items():
-            self._is_of(FLOATS, name, tensor)
+            self._is_sound(FLOATS, name, tensor)
         return {name[len(prefix) :]: tensor for name, tensor in found.items()}
 
     def packed(self, ops: Ops, names: Sequence[str], make: Callable[[], Tensor]) -> PackedLinear:
@@ -320,11 +327,11 @@ class Weights:
         kept = self._kept.find(format, names)
         if kept is None:
             made = [ops.pack_linear(weight) for weight in make()]
-            if not (self._missing or self._misshaped or self._mistyped):
+            if not (self._missing or self._misshaped or self._mistyped or self._not_finite):
                 self._kept.keep(format, names, made)
             return made
         self._taken.update(names)
-        self._read += sum(BYTES_A_WEIGHT * prod(one.shape) for one in kept)
+        self._read += sum(BYTES_A_WEIGHT * math.prod(one.shape) for one in kept)
         return kept
 
     def _read_in(self, name: str) -> Tensor:
@@ -338,7 +345,8 @@ class Weights:
             self._hear(self._folder.name, min(self._read, self._total), self._total)
 
     def finish(self, may_stay: Callable[[str], bool] = lambda name: False) -> None:
-        """Close the files; raise `ModelError` naming every missing, mis-shaped, mistyped and left-over tensor."""
+        """Close the files; raise `ModelError` naming every missing, mis-shaped, mistyped and left-over tensor, and
+        those that are not finite."""
         self._source.close()
         if self._kept is not None:
             self._kept.close()
@@ -352,12 +360,21 @@ class Weights:
             _listed("missing", self._missing),
             _listed("mis-shaped", self._misshaped),
             _listed("mistyped", self._mistyped),
+            _listed("not finite", self._not_finite),
             _listed("left over", left),
         ]
         if any(problems):
             raise ModelError(
-                f"{self._folder}: the checkpoint does not fit its config; " + "; ".join(filter(None, problems))
+                f"{self._folder}: the checkpoint is damaged or does not fit its config; "
+                + "; ".join(filter(None, problems))
             )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are. As fast as they can be read, other than `isfinite`."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(math.isfinite(end) for end in torch.aminmax(tensor))
 
 
 def take_output(weights: Weights, table: Tensor, tied: bool, name: str = "lm_head.weight") -> Tensor:

@@ -101,7 +101,7 @@ def _one(value: Any, file: GgufFile) -> int:
 
 def frequency_factors(file: GgufFile) -> list[float] | None:
     """What each rotary frequency is divided by; None if the file does not scale them so."""
-    return file.tensor("rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in file.tensors else None
+    return file.floats("rope_freqs.weight").flatten().tolist() if "rope_freqs.weight" in file.tensors else None
 
 
 def _rope(file: GgufFile, arch: str) -> dict[str, Any]:

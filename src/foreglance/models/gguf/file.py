@@ -6,12 +6,12 @@ the mapped file until they are asked for. Blocks of quantised types are taken ap
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,13 @@ from foreglance.models.base import ModelError
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = "general.alignment"
+WORDS = "tokenizer."  # metadata keys of the vocabulary, whose scores may be infinite
 MAX_ITEMS = 4 << 20  # entries of one array; vocabularies have a quarter of a million
 MAX_RECORDS = 1 << 18  # metadata keys, tensors
 MAX_DIMS = 4
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+INTEGERS = ("I8", "I16", "I32", "I64")
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -113,6 +115,8 @@ class GgufFile:
         for _ in range(num_keys):
             key = cursor.string("a metadata key")
             meta[key] = cursor.value(cursor.number("I", key), key)
+            if not key.startswith(WORDS) and (odd := _not_finite(meta[key])):
+                raise ModelError(f"{path}: {key} is {odd[0]}, no finite number")
         records = [self._record(cursor) for _ in range(num_tensors)]
         alignment = meta.get(ALIGNMENT, 32)
         if not isinstance(alignment, int) or alignment < 1:
@@ -151,22 +155,38 @@ class GgufFile:
         raw = np.frombuffer(self._maps[name], np.uint8, stored.num_bytes, stored.start)
         if stored.kind in ("F32", "F16", "F64"):
             return torch.from_numpy(raw.view(f"<f{int(stored.kind[1:]) // 8}").reshape(stored.shape).copy())
-        if stored.kind in ("I8", "I16", "I32", "I64"):
+        if stored.kind in INTEGERS:
             return torch.from_numpy(raw.view(f"<i{int(stored.kind[1:]) // 8}").reshape(stored.shape).copy())
         if stored.kind == "BF16":
             return torch.from_numpy(raw.view("<i2").reshape(stored.shape).copy()).view(torch.bfloat16)
         return self._dequantised(raw, stored, name)
 
+    def floats(self, name: str) -> Tensor:
+        """float32 numbers of a tensor that counts as metadata: finite ones."""
+        tensor = self.tensor(name).float()
+        if not tensor.isfinite().all():
+            raise ModelError(f"{self.path}: tensor {name} holds numbers that are nan or infinite")
+        return tensor
+
     def _dequantised(self, raw: np.ndarray, stored: Stored, name: str) -> Tensor:
         from gguf import GGMLQuantizationType, quants
 
-        rows = raw.reshape(*stored.shape[:-1], stored.num_bytes // prod(stored.shape[:-1]))
+        rows = raw.reshape(*stored.shape[:-1], stored.num_bytes // math.prod(stored.shape[:-1]))
         try:
             return torch.from_numpy(quants.dequantize(rows, GGMLQuantizationType[stored.kind]))
         except NotImplementedError as error:
             raise ModelError(
                 f"{self.path}: tensor {name} is {stored.kind}, which cannot be taken apart here"
             ) from error
+
+
+def _not_finite(value: Any) -> list[float]:
+    """Among the numbers of a metadata value."""
+    return [
+        one
+        for one in (value if isinstance(value, list) else [value])
+        if isinstance(one, float) and not math.isfinite(one)
+    ]
 
 
 def _mapped(path: Path) -> mmap.mmap:
@@ -208,4 +228,4 @@ def _num_bytes(shape: tuple[int, ...], kind: str, name: str, cursor: Cursor) -> 
     width = shape[-1] if shape else 1
     if width % block or 0 in shape:
         raise cursor.fail(f"tensor {name} of type {kind} has the shape {list(shape)}")
-    return prod(shape) // block * size
+    return math.prod(shape) // block * size

@@ -21,7 +21,7 @@ from torch import Tensor
 from foreglance.models.base import ModelError
 from foreglance.models.gguf.families import BY_ARCHITECTURE
 from foreglance.models.gguf.family import Family, num_heads
-from foreglance.models.gguf.file import GgufFile, Stored
+from foreglance.models.gguf.file import INTEGERS, GgufFile, Stored
 from foreglance.models.gguf.naming import Spelling
 from foreglance.models.gguf.tokens import token_list, write_tokenizer
 from foreglance.models.weights import in_words
@@ -209,10 +209,14 @@ class GgufTensors:
             return self._unknown[name].tensor(name)
         file, spelling = self._found[name]
         try:
-            return spelling.change.load(*(file.tensor(one) for one in spelling.file))
+            tensor = spelling.change.load(*(file.tensor(one) for one in spelling.file))
         except (RuntimeError, IndexError) as error:
             shapes = ", ".join(f"{one} {list(file.tensors[one].shape)}" for one in spelling.file)
             raise ModelError(f"{file.path}: {shapes} does not fit the sizes that the file names ({error})") from error
+        whole = [one for one in spelling.file if file.tensors[one].kind in INTEGERS]
+        if whole and tensor.is_floating_point():  # what is changed on the way would not show it
+            raise ModelError(f"{file.path}: tensor {whole[0]} is {file.tensors[whole[0]].kind}, no floating point")
+        return tensor
 
     def close(self) -> None:
         """Nothing to do: a mapped file is closed when nobody refers to it."""

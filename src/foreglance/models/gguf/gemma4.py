@@ -209,7 +209,7 @@ def _turning(file: GgufFile) -> dict[str, float]:
     """The share of a head that turns, and how far positions are stretched, if they are."""
     if "rope_freqs.weight" not in file.tensors:
         return {"partial_rotary_factor": 1.0}
-    factors = file.tensor("rope_freqs.weight")
+    factors = file.floats("rope_freqs.weight")
     turning = factors[factors < STILL / 2]
     if len(turning.unique()) > 1 or not torch.equal(turning, factors[: len(turning)]):
         raise ModelError(f"{file.path}: rotary frequencies that are each divided by another number are not supported")
