@@ -160,13 +160,12 @@ def _mark(engine, marks: int) -> None:
 
         return call
 
-    def pack(picked):
-        batch, works = engine_pack(picked)
-        if batch is not None:
-            phase = "step with drafts" if any(part.drafts for part in batch.parts) else "plain step"
-            steps.append("prefill" if any(part.chunk for part in batch.parts) else phase)
+    def run_rows(works, refuse):
+        if works:
+            phase = "step with drafts" if any(work.sequence.draft for work in works) else "plain step"
+            steps.append("prefill" if any(work.chunk for work in works) else phase)
             begin(steps[-1])
-        return batch, works
+        return runner_run(works, refuse)
 
     def step():
         try:
@@ -183,8 +182,9 @@ def _mark(engine, marks: int) -> None:
             end("stream")
 
     steps: list[str] = []
-    engine_pack, engine_step, send_all = engine._pack, engine.step, EventStream._send_all
-    engine._pack, engine.step, EventStream._send_all = pack, step, stream
+    runner, engine_step, send_all = engine._runner, engine.step, EventStream._send_all
+    runner_run = runner.run
+    runner.run, engine.step, EventStream._send_all = run_rows, step, stream
     files.save, files.load = wrapped("save", files.save), wrapped("restore", files.load)
 
 
