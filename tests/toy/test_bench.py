@@ -141,13 +141,17 @@ def test_the_table_of_operations_adds_up():
 
 def test_own_prompts_are_read_and_bad_lines_are_named(tmp_path):
     path = tmp_path / "prompts.jsonl"
+    (tmp_path / "a.png").touch()
     path.write_text(json.dumps({"prompt": "what?", "image": "a.png"}) + "\n\n" + json.dumps({"prompt": "hi"}) + "\n")
     image, text = cases_of(path, 10)
     assert (image.kind, text.kind) == ("image", "text")
     assert image.messages[0].parts[0].source == tmp_path / "a.png"
-    path.write_text("{}\n")
-    with pytest.raises(RequestError, match="line 1"):
-        cases_of(path, 10)
+    bad = {"{}": "line 1", "no": "line 1", '{"prompt": 3}': "line 1: the prompt must be a text", "": "holds no prompt"}
+    bad |= {'{"prompt": "x", "image": 3}': "line 1", '{"prompt": "x", "image": "b.png"}': "there is no picture .*b.png"}
+    for line, words in bad.items():
+        path.write_text(f"{line}\n")
+        with pytest.raises(RequestError, match=words):
+            cases_of(path, 10)
 
 
 def test_an_interval_is_a_ratio_of_sums_and_holds_it():

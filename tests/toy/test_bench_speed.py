@@ -11,6 +11,7 @@ from foreglance.bench import holes, peers, quality, speed
 from foreglance.bench.checkpoint import Calibration, write_checkpoint
 from foreglance.bench.prompts import image_cases, text_cases
 from foreglance.cli import app
+from foreglance.cli.options import CPUS
 from foreglance.models.weights import find_model
 from foreglance.request import RequestError
 
@@ -147,6 +148,20 @@ def test_a_step_of_k_rows_has_k_rows_however_the_text_goes():
     (
         (("speed", "--rows", "2,x"), "numbers with commas"),
         (("speed", "--rows", "99"), "from 1 to 16"),
+        (("speed", "--threads", "0"), f"--threads takes numbers from 1 to {CPUS}, got '0'"),
+        (("speed", "--threads", "99999"), f"--threads takes numbers from 1 to {CPUS}"),
+        (("peers", "--depths", "2,x"), "--depths takes auto and numbers from 0 to 15, got '2,x'"),
+        (("peers", "--figure", "peers.jpeg"), "--figure takes a file that ends in .svg or .png"),
+        (("quality", "--text", "./nowhere"), "nowhere cannot be read as text"),
+        (("acceptance", "--prompts", "0"), "'--prompts'"),
+        (("acceptance", "--depths", "99"), "--depths takes auto and numbers from 0 to 15"),
+        (("acceptance", "--temperatures", "0,nan"), "--temperatures takes numbers from 0 up"),
+        (("acceptance", "--policies", "look"), "--policies takes some of see, skip, placeholder, gap"),
+        (("acceptance", "--kinds", "sound"), "--kinds takes some of image, text"),
+        (("acceptance", "--file", "./nowhere"), "nowhere cannot be read"),
+        (("exactness", "--tokens", "0"), "'--tokens'"),
+        (("exactness", "--draft-weights", "q9"), "--draft-weights takes some of same, "),
+        (("holes", "--depth", "0"), "'--depth'"),
         (("speed", "--weights", "fp31"), "--weights takes some of"),
         (("speed", "--checkpoint", "./nowhere"), "no model"),
         (("peers", "--engines", "vllm"), "--engines takes some of"),

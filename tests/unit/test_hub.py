@@ -35,8 +35,18 @@ def test_a_cached_hub_name_loads_without_a_network(hub_cache: Path, tmp_path: Pa
 
 
 def test_a_hub_name_that_is_not_cached_is_refused_in_words(hub_cache: Path):
-    with pytest.raises(ModelError, match=r"'owner/nothing' is not cached and cannot be downloaded"):
+    with pytest.raises(ModelError, match=r"'owner/nothing' is not cached and cannot be downloaded") as error:
         find_model("owner/nothing")
+    assert "\n" not in str(error.value)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(hub_cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}")
+    with pytest.raises(ModelError, match="not cached and cannot be downloaded") as error:
+        find_model("owner/nothing")
+    assert "\n" not in str(error.value) and "internet connection" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "a/b/c", "nothing"])

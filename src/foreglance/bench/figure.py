@@ -1,7 +1,4 @@
-"""The figure of `foreglance bench acceptance`: tokens per step by depth, and first guesses of content words.
-
-Needs matplotlib (the extra `bench`).
-"""
+"""The figure of `foreglance bench acceptance`: tokens per step by depth, and first guesses of content words."""
 
 from __future__ import annotations
 
@@ -9,17 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foreglance.bench.acceptance import Row
+from foreglance.bench.report import plotter
 
 COLOURS = {"see": "#1b6ca8", "placeholder": "#e08a1e", "skip": "#8a8a8a", "gap": "#c44e52"}
 
 
 def draw(rows: Sequence[Row], folder: Path, name: str = "acceptance") -> list[Path]:
     """Write NAME.svg and NAME.png; -> their paths. Rows of fixed depth with images, greedy, are drawn."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = plotter()
     drawn = [row for row in rows if row.image and row.temperature == 0 and row.depth != "auto" and row.draft != "ngram"]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6), gridspec_kw={"width_ratios": [3, 2]})
     figure.patch.set_facecolor("white")

@@ -26,7 +26,7 @@ import numpy as np
 import PIL.Image
 
 from foreglance.bench.prompts import Case, image_cases, text_cases
-from foreglance.bench.report import Progress, silent
+from foreglance.bench.report import Progress, plotter, silent
 from foreglance.engine import Engine
 from foreglance.models.base import ModelError
 from foreglance.models.gguf.export import export
@@ -314,11 +314,7 @@ def _named(depth: int | str) -> str:
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     """Bars of median tokens a second, with the best run as a mark. Needs matplotlib (the extra `bench`)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = plotter()
     colours = {"foreglance": "#1b6ca8", "llama.cpp": "#e08a1e", "transformers": "#8a8a8a"}
     shown = [row for row in rows if row.tokens_per_second is not None]
     figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.32 * len(shown)))

@@ -56,17 +56,27 @@ def cases_of(path: Path, count: int) -> list[Case]:
     """The first `count` conversations of a JSONL file: `{"prompt": ..., "image": PATH or [PATH, ...]}` a line, paths
     relative to the file, `image` optional. Raises `RequestError` naming the line."""
     cases = []
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    try:
+        lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} cannot be read ({error})", param="file") from error
     for number, line in enumerate(lines[:count], 1):
         try:
             values = json.loads(line)
             prompt, image = values["prompt"], values.get("image", [])
-        except (ValueError, KeyError, AttributeError) as error:
+            pictures = [path.parent / name for name in ([image] if isinstance(image, str) else image)]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise RequestError(
-                f"{path}, line {number}: want an object with a prompt ({error})", param="prompts"
+                f"{path}, line {number}: want an object with a prompt ({error})", param="file"
             ) from error
-        pictures = [path.parent / name for name in ([image] if isinstance(image, str) else image)]
+        if not isinstance(prompt, str):
+            raise RequestError(f"{path}, line {number}: the prompt must be a text", param="file")
+        missing = [picture for picture in pictures if not picture.is_file()]
+        if missing:
+            raise RequestError(f"{path}, line {number}: there is no picture {missing[0]}", param="file")
         cases.append(Case("image" if pictures else "text", (Message.of("user", prompt, pictures),)))
+    if not cases:
+        raise RequestError(f"{path} holds no prompt", param="file")
     return cases
 
 

@@ -23,7 +23,7 @@ from foreglance.bench.report import Progress, silent
 from foreglance.cache.store import CacheStore
 from foreglance.engine import Engine
 from foreglance.prompt import Rows, make_rows, spans_of
-from foreglance.request import SamplingParams, Speculation
+from foreglance.request import RequestError, SamplingParams, Speculation
 from foreglance.settings import Settings
 
 TEXT = Path(__file__).resolve().parent.parent / "assets" / "lighthouse.txt"
@@ -96,7 +96,11 @@ def _with_answer(engine: Engine, rows: Rows, answer: Sequence[int]) -> Rows:
 
 def passage_of(engine: Engine, path: Path, max_rows: int) -> list[Passage]:
     """The beginning of a text file; its first eighth is read without being scored."""
-    token_ids = engine.encode(path.read_text("utf-8"))[: min(max_rows, engine.context - 1)]
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} cannot be read as text ({error})", param="text") from error
+    token_ids = engine.encode(text)[: min(max_rows, engine.context - 1)]
     spec = engine.target.spec
     return [Passage(make_rows(token_ids, -1, [], spec.rule), len(token_ids) // 8)]
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
+
+from foreglance.request import RequestError
 
 BOOTSTRAPS = 2000
 
@@ -21,6 +24,19 @@ def interval(counts: np.ndarray) -> tuple[float, float, float] | None:
     drawn = drawn[drawn[:, 1] > 0]
     low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
     return float(counts[:, 0].sum() / counts[:, 1].sum()), float(low), float(high)
+
+
+def plotter() -> ModuleType:
+    """pyplot, drawing into files. Raises `RequestError` where matplotlib is not installed, so ask before measuring."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise RequestError("--figure needs matplotlib; install foreglance[bench]", param="figure") from None
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def machine() -> str:

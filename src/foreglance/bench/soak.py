@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from foreglance.bench import clients
 from foreglance.bench.clients import Outcome
-from foreglance.bench.report import Progress, silent
+from foreglance.bench.report import Progress, plotter, silent
 from foreglance.request import RequestError
 
 WARM_UP = 0.25  # of the time
@@ -286,11 +286,7 @@ async def _when_idle(pool: httpcore.AsyncConnectionPool, url: str) -> Idle:
 
 def draw(report: Report, path: Path, title: str) -> None:
     """Memory over time above the latency of whole answers. Needs matplotlib (the extra `bench`)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = plotter()
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 5.6), sharex=True, height_ratios=(2, 3))
     figure.patch.set_facecolor("white")
     above.plot([one.at for one in report.readings], [one.rss_mb for one in report.readings], color="#1b6ca8")

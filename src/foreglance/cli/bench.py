@@ -12,12 +12,15 @@ from typing import Annotated
 
 import typer
 
+from foreglance.cli import lists
 from foreglance.cli.options import ModelOptions
 from foreglance.cli.running import load_engine
 from foreglance.cli.show import print_json, to_stderr
-from foreglance.request import RequestError
+from foreglance.request import IMAGE_POLICIES, MAX_DEPTH, RequestError
 
 WIDE = 200  # columns of a table that goes into a file
+KINDS = ("image", "text")
+PICTURES = (".svg", ".png")
 
 app = typer.Typer(help="Measure acceptance, exactness and speed on this machine.", no_args_is_help=True)
 
@@ -44,6 +47,17 @@ def _engine(model: str, weights: str, slots: int = 1, second: str | None = None)
     return load_engine(options, options.settings(slots=slots, prefix_cache_bytes=0), second=second)
 
 
+def check_figure(figure: Path | None, endings: tuple[str, ...] = ()) -> None:
+    """Before anything is measured: whether a figure can be drawn, and into a file that ends so."""
+    from foreglance.bench.report import plotter
+
+    if figure is None:
+        return
+    plotter()
+    if endings and figure.suffix not in endings:
+        raise RequestError(f"--figure takes a file that ends in {' or '.join(endings)}, got {figure}", param="figure")
+
+
 def show(made: object, as_json: bool, body: dict) -> None:
     from rich.console import Console
 
@@ -59,8 +73,8 @@ def show(made: object, as_json: bool, body: dict) -> None:
 @app.command()
 def acceptance(
     model: Model = "tiny-qwen",
-    prompts: Annotated[int, typer.Option(help="Held-out conversations of each kind.")] = 100,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out conversations of each kind.")] = 100,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
     depths: Annotated[str, typer.Option(help="Comma-separated; auto is allowed.")] = "1,2,3,4,5,6",
     temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,0.8",
     policies: Annotated[str, typer.Option(help="Comma-separated: see, placeholder, skip, gap.")] = (
@@ -82,19 +96,22 @@ def acceptance(
     from foreglance.bench.prompts import cases_of, image_cases, text_cases
     from foreglance.bench.report import machine
 
+    asked = lists.chosen(policies, IMAGE_POLICIES, "policies")
+    deep, warm, sorts = lists.depths(depths), lists.temperatures(temperatures), lists.chosen(kinds, KINDS, "kinds")
     given = None if file is None else cases_of(file, prompts)
+    check_figure(figure)
     engine = _engine(model, weights, second=draft)
-    drafter, chosen = engine.best_draft, policies.split(",")
+    drafter = engine.best_draft
     wanted = [
-        bench.Setting(drafter, policy, depth if depth == "auto" else int(depth), float(temperature))
-        for policy in (chosen if drafter == "mtp" else ["see"])  # others have no rows of their own for an image
-        for depth in depths.split(",")
-        for temperature in temperatures.split(",")
+        bench.Setting(drafter, policy, depth, temperature)
+        for policy in (asked if drafter == "mtp" else ["see"])  # others have no rows of their own for an image
+        for depth in deep
+        for temperature in warm
         if drafter != "none"
     ]
-    wanted += [bench.Setting("ngram", "see", 3, float(temperature)) for temperature in temperatures.split(",")]
+    wanted += [bench.Setting("ngram", "see", 3, temperature) for temperature in warm]
     rows = []
-    for kind in kinds.split(","):
+    for kind in sorts:
         made = image_cases if kind == "image" else text_cases
         cases = made(prompts) if given is None else [case for case in given if case.kind == kind]
         if cases:
@@ -136,9 +153,9 @@ def exactness(
             "--model", help="Repeat for more; TARGET+DRAFT names an independent draft. Default: all embedded."
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to compare at least.")] = 10_000,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to compare at least.")] = 10_000,
     seed: Annotated[int, typer.Option(help="Seed of the random settings.")] = 0,
-    slots: Annotated[int, typer.Option(help="Slots at most.")] = 4,
+    slots: Annotated[int, typer.Option(min=1, help="Slots at most.")] = 4,
     weights: Annotated[str, typer.Option(help="Comma-separated formats.")] = "fp32,fp16,q8,q4",
     draft_weights: Annotated[str, typer.Option(help="Comma-separated formats of draft heads.")] = "same,q8",
     replay: Annotated[
@@ -160,7 +177,10 @@ def exactness(
     if replay is not None:
         report = bench.replay(_round_of(replay), engines)
     else:
-        formats = tuple(weights.split(",")), tuple(draft_weights.split(","))
+        formats = (
+            tuple(lists.chosen(weights, bench.FORMATS, "weights")),
+            tuple(lists.chosen(draft_weights, ("same", *bench.FORMATS), "draft-weights")),
+        )
         plan = bench.Plan(tuple(model) if model else bench.MODELS, *formats, slots)
         with progress_bar("tokens compared", tokens) as progress:
             report = bench.run(plan, tokens, seed, engines, progress)
@@ -189,10 +209,10 @@ def _round_of(path: Path):
 @app.command()
 def holes(
     model: Model = "tiny-qwen",
-    prompts: Annotated[int, typer.Option(help="Held-out conversations.")] = 50,
-    images: Annotated[int, typer.Option(help="Images in each.")] = 1,
-    before: Annotated[int, typer.Option(help="Text turns before the image, for a long context.")] = 0,
-    depth: Annotated[int, typer.Option(help="Draft depth.")] = 3,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out conversations.")] = 50,
+    images: Annotated[int, typer.Option(min=1, help="Images in each.")] = 1,
+    before: Annotated[int, typer.Option(min=0, help="Text turns before the image, for a long context.")] = 0,
+    depth: Annotated[int, typer.Option(min=1, max=MAX_DEPTH, help="Draft depth.")] = 3,
     weights: Weights = "auto",
     as_json: Json = False,
 ) -> None:
@@ -220,9 +240,9 @@ def _with_interval(value: tuple[float, float, float] | None) -> str:
 @app.command()
 def prefix(
     model: Model = "tiny-qwen",
-    prompts: Annotated[int, typer.Option(help="Held-out pictures.")] = 20,
-    chats: Annotated[int, typer.Option(help="Chats of five turns.")] = 5,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer of a chat.")] = 32,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out pictures.")] = 20,
+    chats: Annotated[int, typer.Option(min=1, help="Chats of five turns.")] = 5,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer of a chat.")] = 32,
     weights: Weights = "auto",
     as_json: Json = False,
 ) -> None:
@@ -258,8 +278,8 @@ def prefix(
 def operations(
     model: Model = "tiny-qwen",
     draft: Annotated[str, typer.Option(help="mtp, ngram or none.")] = "mtp",
-    depth: Annotated[int, typer.Option(help="Draft depth.")] = 3,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of the answer.")] = 64,
+    depth: Annotated[int, typer.Option(min=0, max=MAX_DEPTH, help="Draft depth.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 64,
     as_json: Json = False,
 ) -> None:
     """Where a decode step's time goes, by operation."""

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from foreglance.cli.bench import Json, Model, Weights, progress_bar, show
-from foreglance.cli.bench_speed import loading, numbers
+from foreglance.cli import lists
+from foreglance.cli.bench import PICTURES, Json, Model, Weights, check_figure, progress_bar, show
+from foreglance.cli.bench_speed import loading
 from foreglance.cli.options import ModelOptions
 from foreglance.cli.running import load_engine
 from foreglance.cli.serve import num_bytes
@@ -34,6 +35,7 @@ def soak(
     from foreglance.bench import soak as bench
     from foreglance.bench.report import machine
 
+    check_figure(figure, PICTURES)
     plan = bench.Plan(minutes, model, weights, slots, clients, prefix_cache_bytes, seed)
     with progress_bar("seconds", max(1, int(plan.seconds))) as progress:
         report = bench.run(plan, progress)
@@ -85,7 +87,7 @@ def slots(
     depth: Annotated[str, typer.Option(help="Draft depth, or auto.")] = "auto",
     prompts: Annotated[int, typer.Option(min=1, help="Prompts, pictures and texts in turn.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Of every answer; the seed is fixed.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Of every answer; the seed is fixed.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all settings take turns.")] = 3,
     as_json: Json = False,
 ) -> None:
@@ -95,11 +97,11 @@ def slots(
         from foreglance.bench.report import machine, table
         from foreglance.request import SamplingParams, Speculation
 
-        counts = numbers(slots, "slots")
+        counts = lists.numbers(slots, "slots")
         options = ModelOptions(model=model, weights=weights)
         engine = load_engine(options, options.settings(slots=1, prefix_cache_bytes=0))
         chosen = engine.best_draft if draft == "auto" else draft
-        deep = "auto" if depth == "auto" else numbers(depth, "depth")[0]
+        deep = lists.depths(depth, "depth")[0]
         drafts = [Speculation("none")] + ([] if chosen == "none" else [Speculation(chosen, deep)])
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1, ignore_eos=True)
         with progress_bar("runs", (rounds + 1) * len(drafts) * len({1, *counts})) as progress:

@@ -11,7 +11,10 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from foreglance.cli.bench import Json, progress_bar, show
+from foreglance.cli import lists
+from foreglance.cli.bench import PICTURES, Json, check_figure, progress_bar, show
+from foreglance.cli.lists import chosen, numbers
+from foreglance.cli.options import CPUS
 from foreglance.cli.running import hush
 from foreglance.cli.show import print_json, to_stderr
 from foreglance.request import RequestError
@@ -36,27 +39,10 @@ def loading() -> Iterator[None]:
         raise RequestError(str(error), param="model", code="model_unusable") from error
 
 
-def numbers(text: str, param: str) -> tuple[int, ...]:
-    """ "1,2" -> (1, 2); nothing from an empty text."""
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise RequestError(f"--{param} takes numbers with commas between them, got {text!r}", param=param) from None
-
-
-def chosen(text: str, known: Sequence[str], param: str) -> list[str]:
-    """Some of `known`, in the order given; "all" is all of them."""
-    names = list(known) if text == "all" else [part.strip() for part in text.split(",") if part.strip()]
-    odd = [name for name in names if name not in known]
-    if odd or not names:
-        raise RequestError(f"--{param} takes some of {', '.join(known)}, or all; got {text!r}", param=param)
-    return names
-
-
 def make_checkpoint(
     out: Annotated[Path, typer.Option(help="New or empty folder.")],
     shape: Annotated[str, typer.Option(help="qwen3.5-0.8b, or tiny.")] = "qwen3.5-0.8b",
-    acceptance: Annotated[float, typer.Option(help="Share of the head's guesses that stand.")] = 0.7,
+    acceptance: Annotated[float, typer.Option(min=0, max=1, help="Share of the head's guesses that stand.")] = 0.7,
     reads: Annotated[
         str, typer.Option(help="What its head goes by: embedding, or hidden (always right if fed the right state).")
     ] = "embedding",
@@ -97,7 +83,7 @@ def speed(
             slots=numbers(slots, "slots"),
         )
         results, lines = [], []
-        for count in numbers(threads, "threads"):
+        for count in numbers(threads, "threads", CPUS):
             for name in chosen(weights, FORMATS, "weights"):
                 with progress_bar(f"{name}, {count} thread(s)", sweep.work) as progress:
                     results.append(bench.measure(model, name, count, sweep, progress))
@@ -148,7 +134,7 @@ def _speed_tables(results: Sequence[Any], lines: Sequence[Any]) -> Iterator[obje
 def peers(
     model: Checkpoint = "tiny-qwen",
     weights: Formats = "fp16",
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of every engine.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=CPUS, help="CPU threads of every engine.")] = 1,
     depths: Annotated[
         str, typer.Option(help="Comma-separated draft depths; 0 is off, auto is ours alone.")
     ] = "0,1,2,3,auto",
@@ -171,8 +157,9 @@ def peers(
         from foreglance.bench import peers as bench
         from foreglance.bench.report import machine
 
+        check_figure(figure, PICTURES)
         wanted = chosen(engines, ENGINES, "engines")
-        kinds = [one if one == "auto" else numbers(one, "depths")[0] for one in depths.split(",") if one.strip()]
+        kinds = lists.depths(depths)
         files, why = None, None
         if "llama.cpp" in wanted:
             files, why = bench.files_for(model, gguf, mmproj, gguf_types.split(","), Path(temporary))

@@ -31,8 +31,9 @@ from foreglance.cli.show import (
 from foreglance.request import Request, Result, Speculation
 
 DEPTH = "4"  # fixed, so that the few short runs below compare one setting; elsewhere the default finds its depth
-PAIRS = 5  # measured runs of each kind
-QUIET_SECONDS = 2.0  # longer measurements show a progress bar
+PAIRS, MOST_PAIRS = 5, 41  # measured runs of each kind: more where they are short
+MEASURED_SECONDS = 2.0  # what short runs may take together
+QUIET_SECONDS = 3.0  # longer measurements show a progress bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +61,9 @@ class Measured:
 
     @property
     def speedup(self) -> float | None:
-        """Median over the pairs: what else runs on a machine disturbs both of a pair alike."""
-        speeds = [(on.timings.tokens_per_second, off.timings.tokens_per_second) for on, off in self.pairs]
-        ratios = [on / off for on, off in speeds if on and off]
-        return median(ratios) if ratios else None
+        """Of the two medians: the pairs took turns, so what else runs on a machine disturbs both sides alike."""
+        on, off = self.speed(True), self.speed(False)
+        return on / off if on and off else None
 
     def speed(self, on: bool) -> float | None:
         speeds = [pair[0 if on else 1].timings.tokens_per_second for pair in self.pairs]
@@ -131,9 +131,10 @@ def _measure(
     began = time.perf_counter()
     silent = run(off())
     _stop_on_failure(silent)
-    slow = 2 * PAIRS * (time.perf_counter() - began) > QUIET_SECONDS
+    pair = 2 * (time.perf_counter() - began)
+    count = max(PAIRS, min(MOST_PAIRS, int(MEASURED_SECONDS / pair)))
     pairs = []
-    for i in _progress(range(PAIRS), slow):
+    for i in _progress(range(count), count * pair > QUIET_SECONDS):
         results = [run(request()) for request in ((on, off) if i % 2 == 0 else (off, on))]
         for result in results:
             _stop_on_failure(result)
@@ -172,7 +173,9 @@ def _show(measured: Measured) -> None:
     table.add_row("depth of drafts", str(on.draft.depth))
     for speed, name in ((measured.speed(True), "with drafts"), (measured.speed(False), "without")):
         table.add_row(f"tokens/s {name}", "-" if speed is None else f"{speed:.0f}")
-    table.add_row("speed-up", "-" if measured.speedup is None else f"{measured.speedup:.2f}x")
+    table.add_row(
+        f"speed-up, medians of {len(measured.pairs)}", "-" if measured.speedup is None else f"{measured.speedup:.2f}x"
+    )
     table.add_row("acceptance at depth 1, 2, ...", percentages(on.timings.acceptance_by_depth))
     per_step = on.timings.tokens_per_step
     table.add_row("tokens per step", "-" if per_step is None else f"{per_step:.2f}")

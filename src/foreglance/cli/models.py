@@ -16,6 +16,8 @@ from foreglance.cli.options import JsonOption, takes
 from foreglance.cli.running import hush
 from foreglance.cli.show import print_json, to_stdout
 
+HEADS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # how configs count draft modules
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsOptions(JsonOption):
@@ -34,7 +36,9 @@ def models(options: ModelsOptions) -> None:
 
     supported = {kind for family in FAMILIES for kind in family.model_types}
     found = {
-        "embedded": [_describe(name, EMBEDDED / name) for name in embedded_models()],
+        "embedded": [
+            _describe(name, EMBEDDED / name, f"{name}-assistant" in embedded_models()) for name in embedded_models()
+        ],
         "families": [{"title": family.title, "model_types": list(family.model_types)} for family in FAMILIES],
         "cached": [_describe(name, folder) for name, folder in _cached() if _model_type(folder) in supported],
         "weight_cache": {
@@ -47,14 +51,18 @@ def models(options: ModelsOptions) -> None:
     show(found)
 
 
-def _describe(name: str, folder: Path) -> dict:
+def _describe(name: str, folder: Path, has_assistant: bool = False) -> dict:
+    """`draft_heads` counts the modules inside the checkpoint; `drafts` says in words who drafts for it."""
     config = _config(folder)
     text = config.get("text_config", config)
+    heads = max((scope.get(key) or 0 for scope in (config, text) for key in HEADS), default=0)
+    words = f"{heads} chained MTP modules" if heads > 1 else "MTP head" if heads else "-"
     return {
         "name": name,
         "model_type": _model_type(folder),
         "images": "vision_config" in config,
-        "draft_head": bool(text.get("mtp_num_hidden_layers")),
+        "draft_heads": heads,
+        "drafts": f"{name}-assistant" if has_assistant else words,
         "bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
     }
 
@@ -88,12 +96,12 @@ def _cached() -> Iterator[tuple[str, Path]]:
 
 def _show(found: dict) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("model", "where", "type", "images", "draft head", "size"):
+    for title in ("model", "where", "type", "images", "drafts", "size"):
         table.add_column(title)
     for where in ("embedded", "cached"):
         for one in found[where]:
-            yes_no = ["yes" if one[key] else "no" for key in ("images", "draft_head")]
-            table.add_row(one["name"], where, one["model_type"], *yes_no, f"{one['bytes'] / 1e6:.1f} MB")
+            told = one["model_type"], "yes" if one["images"] else "no", one["drafts"], f"{one['bytes'] / 1e6:.1f} MB"
+            table.add_row(one["name"], where, *told)
     console = to_stdout()
     console.print(table if table.row_count else "no embedded and no cached models")
     console.print("\nsupported families")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -22,6 +23,7 @@ DEFAULT_MODEL = "tiny-qwen"
 DRAFTERS = ("auto", "none", "mtp", "ngram")  # those that need no second model
 ASSISTANT = "assistant"
 POLICIES = tuple(policy for policy in IMAGE_POLICIES if policy != "gap")  # a hole is for measurements only
+CPUS = os.cpu_count() or 1  # kernels' threads wait awake, so that more of them than processors stand in their way
 MODEL, DRAFTS, SAMPLING = "Model", "Drafts (never change a token)", "Sampling"
 Options = TypeVar("Options")
 
@@ -83,6 +85,7 @@ class ModelOptions(JsonOption):
         _option(
             "--threads",
             min=1,
+            max=CPUS,
             panel=MODEL,
             help="CPU threads; default: one for a model under 64 MB, else torch's choice.",
         ),
@@ -124,6 +127,10 @@ class DraftOptions:
                 f"--draft-images gap is for measurements only; what works is {', '.join(POLICIES)}",
                 param="draft_images",
                 code="draft_images_unsupported",
+            )
+        if self.draft_images not in POLICIES:
+            raise RequestError(
+                f"--draft-images must be one of {', '.join(POLICIES)}, got {self.draft_images!r}", param="draft_images"
             )
         return Speculation("auto" if self.second_model else self.draft, _depth(self.depth), self.draft_images)
 

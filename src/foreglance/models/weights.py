@@ -86,7 +86,8 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"model {name!r} is not cached and cannot be downloaded: {error}") from error
+        why = " ".join(str(error.__cause__ or error).split("\n\n")[0].split())
+        raise ModelError(f"model {name!r} is not cached and cannot be downloaded ({why})") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
