@@ -148,6 +148,39 @@ def test_how_tokens_fall_into_steps_does_not_matter(pieces, cuts, stops, max_tok
         assert singly[2] == as_bytes(token for token, _, _ in singly[0] if token != END)
 
 
+def test_what_is_held_back_at_the_end_is_given_out_unless_it_completes_a_stop_string():
+    """A text that may begin a stop string, and bytes that are no whole character."""
+    assert answer(b"da", [], ("ab",), 2)[1:3] == ("length", "da")
+    assert answer(bytes([*b"da", END]), [], ("ab",), 9)[1:3] == ("stop", "da")
+    assert answer(b"a\xf0", [], (), 2)[1:3] == ("length", "a\ufffd")
+    assert answer(b"a\xf0", [], ("a\ufffd",), 2)[1:3] == ("stop", "")
+
+
+def test_tokens_behind_an_end_are_not_taken_and_no_guess_outlives_its_step():
+    sequence = sequence_of(max_tokens=9)
+    sequence.advance(3)
+    sequence.draft = (4, 5)
+    sequence.take(Verdict(3, (4,)))
+    assert sequence.draft == ()
+    assert [token.id for token in sequence.take(verify([5, END, 6], [5, END, 6, 7])).tokens] == [5, END]
+
+
+def test_a_text_whose_guide_failed_is_an_error():
+    class Guide:
+        def allowed(self, tokens):
+            return None
+
+        def failure(self, tokens):
+            return "lost" if len(tokens) > 1 else None
+
+    sequence = sequence_of(max_tokens=9)
+    sequence.guide = Guide()
+    sequence.advance(3)
+    assert sequence.take(Verdict(3, (4,))).result is None
+    result = sequence.take(verify([], [5])).result
+    assert (result.finish_reason, result.error, result.text) == ("error", "lost", "ef")
+
+
 def test_an_end_of_text_behind_accepted_drafts_is_the_last_row():
     sequence = sequence_of(max_tokens=9)
     sequence.advance(3)
@@ -176,6 +209,9 @@ def test_the_first_token_is_the_targets_own_whatever_the_prompt_was():
     assert [t.depth for t in sequence.take(verify([5, 6], [5, 6, 7])).tokens] == [1, 2, 0]
     assert [t.depth for t in sequence.take(verify([5, 6], [5, 7])).tokens] == [1, 0]
     assert sequence.counters.drafted[:3] == [2, 2, 0] and sequence.counters.accepted[:3] == [2, 1, 0]
+    sequence.take(verify([5, 6], [4]))
+    assert sequence.counters.drafted[:3] == [3, 2, 0] and sequence.counters.accepted[:3] == [2, 1, 0]
+    assert sequence.counters.steps == 3 and sequence.counters.first_token < sequence.counters.last_token
 
 
 def test_length_is_the_requests_or_what_the_context_leaves():

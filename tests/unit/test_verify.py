@@ -34,7 +34,12 @@ def test_a_cut_verdict_keeps_no_row_behind_the_end(drafts, token, num_tokens):
     assert cut.tokens == whole.tokens[:num_tokens]
     assert cut.keep == len(cut.tokens)
     assert cut.accepted == min(len(drafts), num_tokens), "a last token that was an accepted draft still counts"
-    assert cut.drafted >= cut.accepted
+    assert cut.drafted == (num_tokens if num_tokens < len(whole.tokens) else len(drafts))
+
+
+def test_a_verdict_that_is_cut_where_it_ends_is_the_same():
+    verdict = verify([1, 2, 0], [1, 0])
+    assert verdict.cut(2) == verdict and (verdict.drafted, verdict.accepted) == (3, 1)
 
 
 def test_without_drafts_a_step_keeps_one_row_and_gains_one_token():
