@@ -63,16 +63,23 @@ def test_a_recorded_step_has_the_bits_of_the_forward(model):
 def test_a_chain_of_modules_guesses_alike_in_recorded_calls(temperature, monkeypatch):
     """One sequence at a time, fewer guesses than modules and more. The draft rows that stay are alike too: a wrong one
     would show in the guesses after it."""
-    sampling = SamplingParams(max_tokens=40, temperature=temperature, seed=3, logprobs=2)
-    once, original = [], ChainDrafter._at_once
+    sampling = SamplingParams(max_tokens=90, temperature=temperature, seed=3, logprobs=2, ignore_eos=True)
+    once, guesses = [], []
+    original, propose = ChainDrafter._at_once, ChainDrafter.propose
 
     def noted(drafter, one):
         tokens = original(drafter, one)
         once.append(0 if tokens is None else len(tokens))
         return tokens
 
+    def proposed(drafter, settled):
+        tokens = propose(drafter, settled)
+        guesses.append(tokens)
+        return tokens
+
     monkeypatch.setattr(ChainDrafter, "_at_once", noted)
-    for depth in (2, 5):
+    monkeypatch.setattr(ChainDrafter, "propose", proposed)
+    for depth in (2, 7):
         requests = [
             Request.from_prompt(text, sampling=sampling, speculation=Speculation("auto", depth))
             for text in ("Hello!", "What is this?", "Hello!", "Why?")
@@ -80,7 +87,8 @@ def test_a_chain_of_modules_guesses_alike_in_recorded_calls(temperature, monkeyp
         found = []
         for planned in (True, False):
             once.clear()
-            found.append(answers("tiny-step", planned, requests, slots=1))
+            guesses.clear()
+            found.append((answers("tiny-step", planned, requests, slots=1), list(guesses)))
             assert (max(once) == depth) == planned
         assert found[0] == found[1]
 

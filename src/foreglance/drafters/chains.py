@@ -67,7 +67,7 @@ class ChainRunner:
         if self._context is not None:
             self._context.retire(sequence)
 
-    def _own(self, sequence: Sequence) -> Gathered | None:
+    def own_tokens(self, sequence: Sequence) -> Gathered | None:
         return None if self._context is None else self._context[sequence]
 
     def forward(
@@ -142,37 +142,11 @@ class ChainRunner:
         def run(tokens: Many[int], coordinate: int, states: Tensor, depth: int) -> tuple[int, ...]:
             params = sequence.request.sampling
             self._store.reserve(sequence.id, num_rows + depth - 1)
-            number, own = len(sequence.generated), self._own(sequence)
+            number, own = len(sequence.generated), self.own_tokens(sequence)
             guesses = plan.run(cache, tokens, coordinate, states, depth, params.temperature, params.seed, number, own)
             last = (coordinate + num_rows - 1,) * plan.axes
             self._store.commit(sequence.id, num_rows, last)
             return guesses
-
-        return run
-
-    def link_of(
-        self, sequence: Sequence, num_rows: int
-    ) -> Callable[[Many[int], int, Many[Tensor], int, int], tuple[int, Tensor]] | None:
-        """What computes `num_rows` rows of one sequence and makes one guess from the last, in one native call without a
-        batch: a function of the rows' tokens, the first one's coordinate, the states [rows, h] that they carry in
-        pieces, how many rows to keep, and how many guesses there are; -> the guess and the states that were made. None
-        where rows of that number are not recorded or more than temperature decides a pick."""
-        cache, model = self._store[sequence.id], self._guessing
-        if model is None or cache.recurrent or not sequence.picks_plainly:
-            return None
-        plan = model.plans.link(num_rows, model)
-        if plan is None:
-            return None
-
-        def run(
-            tokens: Many[int], coordinate: int, states: Many[Tensor], keep: int, num_guesses: int
-        ) -> tuple[int, Tensor]:
-            params = sequence.request.sampling
-            self._store.reserve(sequence.id, num_rows)
-            number, own = len(sequence.generated) + num_guesses, self._own(sequence)
-            found = plan.run(cache, tokens, coordinate, states, params.temperature, params.seed, number, own)
-            self._store.commit(sequence.id, keep, (coordinate + keep - 1,) * plan.axes)
-            return found
 
         return run
 
@@ -186,7 +160,7 @@ class ChainRunner:
             params.temperature,
             params.seed,
             len(sequence.generated) + len(chain.tokens),
-            self._own(sequence),
+            self.own_tokens(sequence),
         )
 
     def _guess(self, chains: Many[Chain], hidden: Tensor) -> None:

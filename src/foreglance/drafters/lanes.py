@@ -49,6 +49,11 @@ class Lane:
         return min(self.first + self.num_waiting, self._known() - self.map.shift)
 
     @property
+    def is_behind_the_prompt(self) -> bool:
+        """Whether its next rows are rows of generated tokens."""
+        return self.map.is_behind_the_prompt(self.first)
+
+    @property
     def inputs_from(self) -> int:
         """The first target row whose input is still to be read."""
         return self.first + self.map.shift
@@ -68,15 +73,20 @@ class Lane:
 
     def due(self) -> Tensor:
         """Take the states of rows [first, ready)."""
-        count = max(self.ready - self.first, 0)
-        states = self.rest()
+        count, states = max(self.ready - self.first, 0), self.rest()
+        self.drop(count)
+        return states if count == states.shape[0] else states[:count]
+
+    def drop(self, count: int) -> None:
+        """The first states have been used."""
         self.first += count
+        from_lent = count - (self._end - self._begin)
+        if from_lent < 0:
+            self._begin += count
+            return
         self._begin = self._end = 0
-        if count == states.shape[0]:
-            self._lent = self._none
-            return states
-        self._lent = states[count:]
-        return states[:count]
+        if from_lent:
+            self._lent = self._lent[from_lent:] if from_lent < self._lent.shape[0] else self._none
 
     def rest(self) -> Tensor:
         """All states that wait [num_waiting, width]."""

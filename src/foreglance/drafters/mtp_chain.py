@@ -23,12 +23,15 @@ from torch import Tensor
 
 from foreglance.batch import TILE
 from foreglance.cache.prefix import Hit, Memory
+from foreglance.cache.recurrent import RecurrentSpec
 from foreglance.cache.store import CacheStore
 from foreglance.drafters.base import Settled
 from foreglance.drafters.chains import Chain, ChainRunner, extend, fit, must_catch_up
 from foreglance.drafters.lanes import Lanes, inputs_of, memory_key, memory_keys, remember
 from foreglance.drafters.rows import RowMap
 from foreglance.models.base import ChainedHead, DraftHead
+from foreglance.models.chained import ChainedGuesses, ModuleRows
+from foreglance.models.plans import Guessing
 from foreglance.request import MAX_DEPTH
 from foreglance.sequence import Sequence
 
@@ -99,6 +102,7 @@ class ChainDrafter:
             self._modules.append(Module(number, module, lanes, runner))
         self._vocab_size, self._width = head.spec.vocab_size, head.spec.hidden_size
         self.stores: tuple[CacheStore, ...] = tuple(module.lanes.store for module in self._modules)
+        self._chained = _chained(head)
 
     def key(self, sequence: Sequence) -> str:
         return memory_key(self.kind, sequence)
@@ -145,42 +149,54 @@ class ChainDrafter:
         return any(must_catch_up(sequence, module.lanes[sequence].num_waiting) for module in self._modules)
 
     def _at_once(self, one: Settled) -> tuple[int, ...] | None:
-        """Steps 2 and 3 of a single sequence behind its prompt, one native call for each guess; None if that cannot be
-        done, and nothing has happened then."""
-        sequence, stop = one.sequence, one.sequence.known - 1
-        links = []
-        for depth in range(one.depth):
-            module = self._modules[min(depth, len(self._modules) - 1)]
-            lane = module.lanes[sequence]
-            if not lane.map.is_behind_the_prompt(lane.first):
-                return None
-            # deeper guesses come from the last module's provisional rows, and one more each time
-            num_rows = stop - lane.first if depth == module.number else depth
-            link = module.runner.link_of(sequence, num_rows) if 0 < num_rows <= TILE else None
-            if link is None:
-                return None
-            links.append((module, link))
-        resting = (module.lanes[sequence] for module in self._modules[one.depth :])
-        if not links or any(must_catch_up(sequence, lane.num_waiting) for lane in resting):
+        """Steps 2 and 3 of a single sequence behind its prompt in one native call; None if that cannot be done, and
+        nothing has happened then."""
+        sequence, chained, used = one.sequence, self._chained, self._modules[: one.depth]
+        if chained is None or not used or not sequence.picks_plainly:
             return None
-        guesses: list[int] = []
-        made = fed = torch.empty(0, self._width)
-        for depth, (module, link) in enumerate(links):
-            lane, rows = module.lanes[sequence], module.lanes.store[sequence.id].rows
-            start, keep = lane.first, 0
-            if depth == module.number:
-                keep, states = lane.ready - start, [lane.rest(), made]
-                lane.due()
-            else:
-                states = [fed, made[-1:]]
-            ahead = start + lane.map.shift - sequence.num_prompt
-            tokens = [*sequence.generated[ahead:], *guesses]
-            guess, made = link(tokens, lane.map.coordinate(rows), states, keep, len(guesses))
-            guesses.append(guess)
-            if keep and module.number + 1 < len(self._modules):
-                self._modules[module.number + 1].lanes[sequence].receive(start, made[:keep])
-            fed, made = torch.cat(states)[keep:], made[keep:]
+        lanes, stop = [module.lanes[sequence] for module in self._modules], sequence.known - 1
+        counts = [stop - lane.first for lane in lanes[: len(used)]]
+        if not 0 < counts[0] <= counts[-1] <= TILE or not lanes[len(used) - 1].is_behind_the_prompt:
+            return None
+        if any([must_catch_up(sequence, lane.num_waiting) for lane in lanes[len(used) :]]):
+            return None
+        plans = chained.plan(counts, one.depth)
+        if plans is None:
+            self._show_one_row(one)
+            return None
+        rows = []
+        for module, lane, count in zip(used, lanes, counts, strict=False):
+            cache = module.lanes.store[sequence.id]
+            module.lanes.store.reserve(sequence.id, count + max(0, one.depth - len(used)))
+            tokens = sequence.generated[lane.inputs_from - sequence.num_prompt :]
+            coordinate, own = lane.map.coordinate(cache.rows), module.runner.own_tokens(sequence)
+            rows.append(ModuleRows(cache, tokens, coordinate, lane.rest(), own))
+        params = sequence.request.sampling
+        guesses = chained.run(rows, one.depth, params.temperature, params.seed, len(sequence.generated))
+        for number, (module, plan, own) in enumerate(zip(used, plans, rows, strict=True)):
+            start, keep, output = lanes[number].first, len(own.tokens), plan.output
+            last = (own.coordinate + keep - 1,) * len(plan.coords)
+            module.lanes.store.commit(sequence.id, keep, last)
+            lanes[number].drop(keep)
+            if keep and number + 1 < len(lanes):
+                assert output is not None
+                lanes[number + 1].receive(start, output[:keep])
         return tuple(guesses)
+
+    def _show_one_row(self, one: Settled) -> None:
+        """Guesses beyond the last module come from a row at a time, which no batch has, so that none would be recorded:
+        compute one, and keep nothing of it."""
+        module, sequence = self._modules[-1], one.sequence
+        model = module.head
+        if one.depth <= len(self._modules) or not isinstance(model, Guessing) or model.plans.plan(1) is not None:
+            return
+        store = module.lanes.store
+        lane, cache = module.lanes[sequence], store[sequence.id]
+        if not cache.rows or not lane.is_behind_the_prompt:
+            return
+        rows = lane.map.rows(lane.first, lane.first + 1, (0,) * len(self._modules))
+        part = lane.part(rows, torch.zeros(1, self._width), 0)
+        module.runner.forward([part], inputs_of(model, [sequence]), {sequence.id: 0})
 
     def _advance(self, module: Module, rounds: Many[Round]) -> None:
         guessing = [one for one in rounds if one.chain.depth > module.number]
@@ -256,3 +272,13 @@ class ChainDrafter:
             hidden = torch.cat([one.chain.hidden for one in rounds])
             logits = fit(module.head.logits(hidden).numpy(), self._vocab_size)
             extend([one.chain for one in rounds], logits)
+
+
+def _chained(head: ChainedHead) -> ChainedGuesses | None:
+    """Guesses in native calls; None for modules that record nothing, or whose states cannot be given back."""
+    modules = [module for module in head.modules if isinstance(module, Guessing)]
+    if len(modules) < len(head.modules) or not modules or modules[0].plans.ops is None:
+        return None
+    if any(isinstance(spec, RecurrentSpec) for spec in head.spec.caches):
+        return None
+    return ChainedGuesses(modules[0].plans.ops, modules, head.spec.rule.axes, MAX_DEPTH)

@@ -114,6 +114,19 @@ class Plan:
         self.output: Tensor | None = None
         self.lines = Lines([])
         self.ids, self.coords = self.token_ids.numpy(), self.positions.numpy()
+        self.hidden_address = 0 if self.hidden is None else self.hidden.data_ptr()
+
+    def place(self, tokens: Sequence[int], coordinate: int, holder: Holder, behind: int = 0) -> None:
+        """Rows of one sequence behind those of `holder` and `behind` more, the first at `coordinate` on every axis;
+        `tokens` are the inputs of the first of them."""
+        ids, table = memoryview(self.ids), memoryview(self.table)
+        for row, token in enumerate(tokens):
+            ids[row] = token
+        for axis in self.coords:
+            own = memoryview(axis)
+            for row in range(len(own)):
+                own[row] = coordinate + row
+        table[0], table[1], table[2], table[3], table[4] = 1, 0, len(ids), holder.rows + behind, holder.addresses
 
     def load(self, batch: Batch, caches: Caches) -> None:
         """Put a batch's own values into the buffers."""
@@ -304,46 +317,6 @@ class CatchUpPlan:
         return chain.guess(depth, holder.rows + n, holder.addresses, coordinate + n, temperature, seed, index, own)
 
 
-class LinkPlan:
-    """Rows of one sequence through a module of a chain, and one guess from the last of them."""
-
-    def __init__(self, ops: NativeOps, plan: Plan, head: Guessing):
-        assert plan.output is not None
-        self._ops, self._plan, self.axes = ops, plan, len(plan.coords)
-        self._steps = np.arange(len(plan.ids))
-        self._token, self._pick = torch.zeros(1, dtype=torch.int64), np.zeros((1, 1), np.int64)
-        self._cells, self._own = np.zeros(4, np.int64), owned(head, 1)
-        picking = record_guess(ops, head, plan.output[-1:], self._token, self._pick, self._cells, self._own)
-        self._buffers = picking.buffers
-        self._lines = Lines([*plan.record.calls, *picking.calls])
-
-    def run(
-        self,
-        holder: Holder,
-        tokens: Sequence[int],
-        coordinate: int,
-        states: Sequence[Tensor],
-        temperature: float,
-        seed: int,
-        index: int,
-        own: Gathered | None,
-    ) -> tuple[int, Tensor]:
-        """-> the guess, and the states [rows, h] that the module made. `coordinate` is that of the first row on every
-        axis, `states` what the rows are fed, in pieces; `index` the number of the guess; `own` as in `Guess`."""
-        plan = self._plan
-        assert plan.hidden is not None and plan.output is not None
-        plan.ids[:] = tokens
-        plan.coords[:] = self._steps + coordinate
-        torch.cat(states, out=plan.hidden)
-        plan.table[:5] = 1, 0, len(tokens), holder.rows, holder.addresses
-        self._cells[:] = 0, 0, signed(seed), index
-        self._cells[1:2].view(np.float64)[0] = temperature
-        if self._own is not None:
-            self._own.set(0, own)
-        self._ops.run(self._lines)
-        return int(self._pick[0, 0]), plan.output.clone()
-
-
 @runtime_checkable
 class ReadingAtOnce(Protocol):
     """A draft model without a cache, whose guesses may be recorded."""
@@ -434,6 +407,11 @@ def move_row(states: Tensor, address: int) -> None:
     ctypes.memmove(address, rows.data_ptr() + (rows.shape[0] - 1) * size, size)
 
 
+def move_rows(states: Tensor, address: int) -> None:
+    """float32 rows [rows, h] to where a plan keeps them."""
+    ctypes.memmove(address, states.contiguous().data_ptr(), 4 * states.shape[0] * states.shape[1])
+
+
 class Plans:
     """A family's forward, recorded where that can be done. `read_as`: tokens that it takes for others; who calls it has
     put those in their place."""
@@ -445,7 +423,6 @@ class Plans:
         self._plans: dict[int, Plan] = {}
         self._chains: dict[int, ChainPlan | None] = {}
         self._catch_ups: dict[int, CatchUpPlan] = {}
-        self._links: dict[int, LinkPlan | None] = {}
         self._met: set[int] = set()
         self.refused: str | None = None  # what the forward computes that no kernel does
 
@@ -498,23 +475,8 @@ class Plans:
             self._catch_ups[num_rows] = CatchUpPlan(self.ops, plan, chain)
         return self._catch_ups[num_rows]
 
-    def link(self, num_rows: int, head: Guessing) -> LinkPlan | None:
-        """The plan of `num_rows` rows of one sequence and one guess from the last; None while their forward is not
-        recorded, or if logits cannot be."""
-        if num_rows not in self._links:
-            plan = self._plans.get(num_rows)
-            if plan is None or self.ops is None:
-                return None
-            try:
-                self._links[num_rows] = LinkPlan(self.ops, plan, head)
-            except NotRecordable as error:
-                log.info("guesses are not recorded: logits compute %s outside the kernels", error)
-                self._links[num_rows] = None
-        return self._links[num_rows]
-
     def forget(self) -> None:
         """Drop what was recorded."""
-        self._links.clear()
         self._catch_ups.clear()
         self._plans.clear()
         self._chains.clear()
