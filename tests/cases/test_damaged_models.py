@@ -378,6 +378,14 @@ def test_odd_numbers_and_templates_of_a_gguf_file_are_refused_in_one_line(gguf, 
     assert words in generate(bad, names=bad)
 
 
+def test_odd_rotary_frequencies_of_a_gguf_file_are_refused_in_one_line(tmp_path):
+    """They are no weight, but a tensor that counts as metadata."""
+    bad = tmp_path / "bad.gguf"
+    assert CliRunner().invoke(app, ["export-gguf", "--model", "tiny-gemma", "--out", str(bad)]).exit_code == 0
+    patched(bad, lambda values, tensors: _with_nan(tensors, "rope_freqs.weight"))
+    assert "tensor rope_freqs.weight holds numbers that are nan or infinite" in generate(bad, names=bad)
+
+
 def test_a_file_that_is_patched_without_a_change_loads(gguf, tmp_path):
     shutil.copy(gguf / "target.gguf", tmp_path / "same.gguf")
     patched(tmp_path / "same.gguf", lambda values, tensors: None)
