@@ -3,7 +3,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
-[ -x "$VENV/bin/python" ] || "${PYTHON:-python3}" -m venv "$VENV"
+if [ ! -x "$VENV/bin/python" ]; then
+    echo "installing into $VENV; this takes a few minutes, once" >&2
+    "${PYTHON:-python3}" -m venv "$VENV"
+fi
 "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     echo "foreglance needs Python 3.11 or newer; set PYTHON to one and remove $VENV" >&2
     exit 1
