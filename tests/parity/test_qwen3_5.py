@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import SIZES, TIED, UNTIED, edit_config, edited, load_weights
-from support.qwen_reference import CONVERSATIONS, TALL, WIDE, Dialogue
+from support.qwen_reference import CONVERSATIONS, TALL, WIDE, Dialogue, hidden_states
 
 from foreglance import Engine, Message, Request, RequestError, SamplingParams, Settings, Speculation
 from foreglance.batch import Part, pack
 from foreglance.cache.store import CacheStore
+from foreglance.models import qwen3_5
 from foreglance.models.base import ModelError
-from foreglance.models.registry import load_model
+from foreglance.models.registry import auto_config, family_of, load_model
+from foreglance.ops.numerics import choose
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 24
@@ -77,6 +79,34 @@ def logits_of(target, rows, plan) -> torch.Tensor:
         stop = min(at + num_rows, len(rows))
         out.append(forward(target, store, [part_of(0, rows, at, stop, chunk, images)])[0])
         at = stop
+
+
+def states_of(target, rows) -> torch.Tensor:
+    """Every row's state, in one chunk."""
+    store = CacheStore(target.spec.caches)
+    store.open(0)
+    batch = pack([part_of(0, rows, 0, len(rows), True, embed_all(target, rows))], target.spec.inputs, store.held())
+    store.reserve(0, len(rows))
+    with torch.inference_mode():
+        return target.forward(batch, {0: store[0]})
+
+
+@sizes_param
+def test_the_state_that_the_head_is_fed_is_behind_the_final_norm(checkpoint_of, engine_of, sizes):
+    """HIDDEN_FROM; `load` takes the other convention too, which changes no logit of the target."""
+    checkpoint, messages = checkpoint_of(sizes), CONVERSATIONS["one image"]
+    dialogue, rows = Dialogue(checkpoint, messages), engine_of(sizes).prepare(Request(messages))
+    normed = hidden_states(checkpoint, dialogue.inputs)
+    assert qwen3_5.HIDDEN_FROM == "post_norm"
+    assert float((states_of(engine_of(sizes).target, rows) - normed).abs().max()) < TOLERANCE
+    config = auto_config(checkpoint.folder)
+    family = family_of(config.model_type)
+    ops, _ = choose("fp32", *family.shapes_of(config.to_dict()))
+    other = family.load("other", checkpoint.folder, config, ops, 512, frozenset({2}), hidden_from="pre_norm")
+    states = states_of(other, rows)
+    assert float((states - normed).abs().max()) > 1000 * TOLERANCE
+    with torch.inference_mode():
+        assert float((other.logits(states) - dialogue.logits).abs().max()) < TOLERANCE
 
 
 def answer(engine: Engine, messages, speculation: Speculation, **sampling):

@@ -130,7 +130,7 @@ class ToyHead:
     def __init__(self, target: ToyTarget, kinds: Sequence[str], generator: torch.Generator, position_of: str):
         spec = target.spec
         caches = tuple(CACHES[kind] for kind in kinds)
-        self.spec = HeadSpec("toy", VOCAB, HIDDEN, spec.rule, caches, 1, position_of, "post_norm", IMAGE)
+        self.spec = HeadSpec("toy", VOCAB, HIDDEN, spec.rule, caches, 1, position_of, IMAGE)
         self._target, self._stack = target, Stack(kinds, spec.rule, generator)
 
     def forward(self, batch, caches):

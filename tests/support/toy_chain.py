@@ -21,7 +21,7 @@ class ToyChain:
         self.modules = tuple(ToyHead(target, own, generator, position_of) for own in kinds)
         caches = tuple(cache for module in self.modules for cache in module.spec.caches)
         rule = target.spec.rule
-        self.spec = HeadSpec("toy", VOCAB, HIDDEN, rule, caches, len(kinds), position_of, "post_norm", IMAGE)
+        self.spec = HeadSpec("toy", VOCAB, HIDDEN, rule, caches, len(kinds), position_of, IMAGE)
 
 
 @lru_cache

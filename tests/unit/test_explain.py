@@ -17,7 +17,7 @@ def explained(token_ids, grids=((2, 2),), rule=None, with_head=True, modules=1) 
     rule = rule or MRope()
     images = [ImageInput(f"image {i}", grid) for i, grid in enumerate(grids)]
     rows = make_rows(token_ids, IMAGE_TOKEN, images, rule)
-    head = HeadSpec("toy", 16, 8, rule, (), modules, "input", "post_norm", IMAGE_TOKEN) if with_head else None
+    head = HeadSpec("toy", 16, 8, rule, (), modules, "input", IMAGE_TOKEN) if with_head else None
     return explain(rows, [f"<{token}>" for token in rows.token_ids], rule, head)
 
 
@@ -144,7 +144,7 @@ def test_the_terminal_picture_aligns_drafts_with_the_rows_whose_input_they_take(
 
 def test_lines_fit_the_terminal_and_wide_characters_stay_in_their_columns():
     rows = make_rows([1, 2, 3, IMAGE_TOKEN, *[4] * 20], IMAGE_TOKEN, [ImageInput("image", (4, 4))], MRope())
-    head = HeadSpec("toy", 16, 8, MRope(), (), 1, "input", "post_norm", IMAGE_TOKEN)
+    head = HeadSpec("toy", 16, 8, MRope(), (), 1, "input", IMAGE_TOKEN)
     picture = explain(rows, ["描述图像图像"] * len(rows), MRope(), head)
     band = [line for line in draw_lines(picture, False, 70) if " rows: " not in line.plain]
     assert len(band) > 6 and max(line.cell_len for line in band) <= 70

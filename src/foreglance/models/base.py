@@ -15,6 +15,7 @@ from foreglance.images import Picture
 from foreglance.prompt import ImageInput, PositionRule
 
 Caches = Mapping[int, SequenceCache]
+State = Literal["post_norm", "pre_norm"]  # behind or before the final norm: which state is handed on
 
 
 class ModelError(ValueError):
@@ -55,7 +56,6 @@ class HeadSpec:
     num_modules   modules of the head; module i serves depth i, the last one every depth beyond
     position_of   which of the row's two inputs it is numbered as: "input" (x of row t + 1) or "hidden" (row t). Engines
                   disagree (docs/exactness.md); they differ only at image borders
-    hidden_from   the target's state that it was trained on: "post_norm" or "pre_norm" of the final norm
     """
 
     family: str
@@ -65,7 +65,6 @@ class HeadSpec:
     caches: tuple[LayerSpec, ...]
     num_modules: int
     position_of: Literal["input", "hidden"]
-    hidden_from: Literal["post_norm", "pre_norm"]
     placeholder: int
 
     def inputs(self, strict_positions: bool = True) -> InputSpec:

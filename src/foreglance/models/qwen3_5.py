@@ -29,7 +29,7 @@ from foreglance.cache.recurrent import Recurrent, RecurrentSpec
 from foreglance.cache.store import LayerSpec
 from foreglance.images import Picture
 from foreglance.models.attention import attend
-from foreglance.models.base import Caches, HeadSpec, ModelError, ModelSpec, tiles_of
+from foreglance.models.base import Caches, HeadSpec, ModelError, ModelSpec, State, tiles_of
 from foreglance.models.layers import (
     RotaryTable,
     default_inv_freq,
@@ -45,7 +45,7 @@ from foreglance.ops.base import DeltaShape, Ops, PackedLinear
 from foreglance.prompt import ImageInput, MRope
 
 FAMILY = "qwen3_5"
-HIDDEN_FROM = "post_norm"  # the state that the MTP head is fed and chains
+HIDDEN_FROM: State = "post_norm"  # the target's state that the MTP head is fed: behind the final norm
 POSITION_OF = "input"  # an MTP row is numbered as its input x of row t + 1 (transformers, llama.cpp; vLLM: "hidden")
 DRAFT_VOCABULARY = 1 << 16  # tokens that a draft head guesses from, where the vocabulary is more than twice as large
 L2_EPS = 1e-6
@@ -310,7 +310,15 @@ class MtpHead:
 class Qwen3_5:
     """A loaded target of this family."""
 
-    def __init__(self, spec: ModelSpec, variant: Variant, text: dict[str, Any], load: Loader, rotary: RotaryTable):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        variant: Variant,
+        text: dict[str, Any],
+        load: Loader,
+        rotary: RotaryTable,
+        states: State = HIDDEN_FROM,
+    ):
         shape = Shape.of(text)
         self.spec = spec
         self.head: MtpHead | None = None
@@ -318,7 +326,7 @@ class Qwen3_5:
         self.table = load.tensor("embed_tokens.weight", spec.vocab_size, shape.hidden)
         self.rotary = rotary
         self.output: PackedLinear | None = None
-        self._ops, self._shape = load.ops, shape
+        self._ops, self._shape, self._states = load.ops, shape, states
         self._layers = [
             Layer(load.at(f"layers.{i}"), shape, kind, i, variant.mlp(load.at(f"layers.{i}.mlp"), text))
             for i, kind in enumerate(text["layer_types"])
@@ -334,10 +342,12 @@ class Qwen3_5:
         x = embed_rows(self._ops, self.table, batch)
         for layer in self._layers:
             x = layer(x, batch, caches, angles)
-        return self._ops.rms_norm(x, self._norm, self._shape.eps)
+        return x if self._states == "pre_norm" else self._ops.rms_norm(x, self._norm, self._shape.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         assert self.output is not None
+        if self._states == "pre_norm":
+            hidden = self._ops.rms_norm(hidden, self._norm, self._shape.eps)
         return self._ops.linear(hidden, self.output, tiles_of(len(hidden), TILE))
 
     def prepare(self, picture: Picture) -> ImageInput:
@@ -369,6 +379,7 @@ def load(
     eos: frozenset[int],
     text_only: bool = False,
     variant: Variant = DENSE,
+    hidden_from: State = HIDDEN_FROM,
 ) -> Qwen3_5:
     """Read a checkpoint folder, or with `text_only` its text decoder. `config` is transformers' config of it."""
     values = config.to_dict()
@@ -390,7 +401,7 @@ def load(
         image_token=values.get("image_token_id", -1),
         eos=eos,
     )
-    model = Qwen3_5(spec, variant, text, CentredLoader(ops, weights, trunk), _rotary(text, context))
+    model = Qwen3_5(spec, variant, text, CentredLoader(ops, weights, trunk), _rotary(text, context), hidden_from)
     tied = bool(values.get("tie_word_embeddings", text.get("tie_word_embeddings")))
     name_of_output = next((output for output in OUTPUTS if output in weights), OUTPUTS[0])
     output = cache(lambda: take_output(weights, model.table, tied, name_of_output))
@@ -470,7 +481,6 @@ def _mtp(
         caches=(shape.attention_cache,),
         num_modules=1,
         position_of=POSITION_OF,
-        hidden_from=HIDDEN_FROM,
         placeholder=spec.image_token,
     )
     mlp = variant.mlp(load.at("layers.0.mlp"), text)

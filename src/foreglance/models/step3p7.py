@@ -20,7 +20,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from foreglance.batch import TILE, Batch
 from foreglance.cache.kv import KVSpec
 from foreglance.images import Picture
 from foreglance.models.attention import attend
-from foreglance.models.base import Caches, HeadSpec, ModelError, ModelSpec, tiles_of
+from foreglance.models.base import Caches, HeadSpec, ModelError, ModelSpec, State, tiles_of
 from foreglance.models.layers import (
     FREQUENCY_FACTORS,
     RotaryTable,
@@ -48,8 +48,8 @@ from foreglance.ops.base import Ops, PackedLinear
 from foreglance.prompt import ImageInput, OneAxis
 
 FAMILY = "step3p7"
-HIDDEN_FROM = "pre_norm"  # the target's state that module 0 is fed: before the final norm
-CHAINED_FROM = "pre_norm"  # a module's state that the next one is fed: before its own norm
+HIDDEN_FROM: State = "pre_norm"  # the target's state that module 0 is fed: before the final norm
+CHAINED_FROM: State = "pre_norm"  # a module's state that the next one is fed: before its own norm
 POSITION_OF = "input"  # a row is numbered as its input; on one axis this is a constant
 FULL, SLIDING = "full_attention", "sliding_attention"
 TRUNKS = ("model.language_model.", "model.", "language_model.model.")
@@ -63,7 +63,6 @@ LAYER_LISTS = (
     "partial_rotary_factors",
 )
 ROPE_SCALINGS = ("linear", "llama3", "yarn")  # those whose frequencies do not depend on how long a text is
-State = Literal["post_norm", "pre_norm"]
 
 
 @dataclass(frozen=True)
@@ -551,7 +550,6 @@ def _head_spec(target: Step3p7, caches: tuple[KVSpec, ...], num_modules: int, co
         caches=caches,
         num_modules=num_modules,
         position_of=POSITION_OF,
-        hidden_from=conventions.hidden_from,
         placeholder=spec.image_token if 0 <= spec.image_token < spec.vocab_size else 0,  # some lie beyond the table
     )
 
