@@ -158,9 +158,20 @@ def test_what_is_no_json_object_is_refused(served, body, kind):
 
 def test_paths_and_methods_that_are_not_there_are_errors_of_the_same_shape(served):
     with served.http() as http:
-        for method, path, status in (("GET", "/v1/nothing", 404), ("GET", CHAT, 404), ("POST", "/health", 405)):
+        for method, path, status, words in (
+            ("GET", "/v1/nothing", 404, "there is no /v1/nothing here"),
+            ("POST", "/v1/embeddings", 404, "there is no /v1/embeddings here"),
+            ("GET", CHAT, 405, f"{CHAT} takes POST"),
+            ("POST", "/health", 405, "/health takes GET"),
+            ("GET", "/nothing.js", 404, "Not Found"),
+        ):
             response = http.request(method, path)
-            assert response.status_code == status and response.json()["error"]["type"] == "invalid_request_error"
+            error = response.json()["error"]
+            assert (response.status_code, error["type"]) == (status, "invalid_request_error") and words in error[
+                "message"
+            ]
+            if words.startswith(path):
+                assert response.headers["Allow"] == words.rpartition(" ")[2]
 
 
 # Sizes

@@ -95,7 +95,7 @@ BAD = (  # path, body, status, code
     ("/v1/completions", {"prompt": "a", "speculative": {"draft": "model"}}, 400, "draft_unavailable"),
     ("/v1/completions", {"prompt": ["a", "b"], "n": 8, "stream": True}, 400, "invalid_value"),
     ("/v1/responses", {"input": "a", "previous_response_id": "b"}, 400, "unsupported_parameter"),
-    ("/v1/nothing", {}, 405, "http_error"),
+    ("/v1/nothing", {}, 404, "http_error"),
 )
 
 

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response
+from starlette.routing import Match, Mount
 from starlette.staticfiles import StaticFiles
 
 from foreglance import __version__
@@ -44,6 +45,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     500: {"model": Error, "description": "This request failed."},
     503: {"model": Error, "description": "The engine or the server has stopped."},
 }
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 CLIENT_CLOSED = 499  # nobody reads it; proxies log it so
 
 
@@ -106,6 +108,22 @@ def guard(app: FastAPI, settings: ServerSettings) -> None:
         )
 
 
+def misplaced(app: FastAPI, request: Request) -> ApiError | None:
+    """What is wrong with a request that came to no route of the API: its method or its path. None for the page's."""
+    path, routes = request.url.path, [route for route in app.routes if not isinstance(route, Mount)]
+    methods = [
+        method
+        for method in METHODS
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
+    ]
+    if methods and request.method not in methods:
+        words = " or ".join(methods)
+        return ApiError(405, f"{path} takes {words}", code="http_error", headers={"Allow": ", ".join(methods)})
+    if path.startswith("/v1/") and not methods:
+        return ApiError(404, f"there is no {path} here; /openapi.json describes what there is", code="http_error")
+    return None
+
+
 def answer_errors(app: FastAPI, note: Callable[[int], None]) -> None:
     """Answer whatever a route raises in OpenAI's shape. `note` is told the status."""
 
@@ -126,8 +144,11 @@ def answer_errors(app: FastAPI, note: Callable[[int], None]) -> None:
         return answer(from_validation(error.errors(), error.body, known_fields(), UNSUPPORTED))
 
     @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> Response:
-        return answer(ApiError(error.status_code, str(error.detail), code="http_error", headers=error.headers))
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        return answer(misplaced(app, request) or plain(error))
+
+    def plain(error: HTTPException) -> ApiError:
+        return ApiError(error.status_code, str(error.detail), code="http_error", headers=error.headers)
 
     @app.exception_handler(ClientGone)
     async def gone(_: Request, error: ClientGone) -> Response:
