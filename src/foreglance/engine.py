@@ -25,9 +25,8 @@ from foreglance.drafters.base import Drafter, Settled
 from foreglance.drafters.load import DrafterFactory, Surroundings, load_second, make_drafters
 from foreglance.grammar import Guide
 from foreglance.images import each_picture, image_sources
-from foreglance.models.base import Caches, Target
+from foreglance.models.base import Target
 from foreglance.models.fingerprint import Origin
-from foreglance.models.picks import Picker
 from foreglance.models.registry import load_model, prompter_of
 from foreglance.models.vision import EmbeddingCache
 from foreglance.models.weights import find_model
@@ -306,16 +305,6 @@ class Engine:
     def draft_kinds(self) -> tuple[str, ...]:
         """The kinds of drafters that a request may name here."""
         return tuple(self._drafters)
-
-    @property
-    def picker(self) -> Picker | None:
-        """Makes the target's picks natively where that can be done; to look at."""
-        return self._runner.picker
-
-    @property
-    def caches(self) -> Caches:
-        """The target's caches of what runs, by sequence; to look at."""
-        return self._store.caches()
 
     @property
     def num_running(self) -> int:

@@ -74,7 +74,8 @@ def _explain_plan(options: ExplainOptions, request: Request, settings: Settings)
         to_stderr("nothing is recorded here: the package runs on torch's kernels (docs/kernels.md)", "yellow")
     for report in reports:
         rows = f"{report.num_rows} row{'s' if report.num_rows > 1 else ''}"
-        table = Table(title=f"{report.who}, {rows}: {report.microseconds:,.0f} µs", title_justify="left")
+        title = f"{report.who}, {rows}: {report.microseconds:,.0f} µs, {report.runs:.3g} times a step"
+        table = Table(title=title, title_justify="left")
         for column in ("line", "kernel", "on", "µs", "share"):
             table.add_column(column, justify="right" if column in ("line", "µs", "share") else "left")
         for number, line in enumerate(report.lines, 1):

@@ -114,7 +114,7 @@ class ChainedGuesses:
                 for further, later in enumerate(plans[place + 1 :], place + 1):
                     self._pass_on(later.token_ids[len(later.token_ids) - further + place :])
             calls += guess.calls + linked.calls
-        return Lines(calls)
+        return Lines(calls, "rows and guesses of all", len(plans[0].ids))
 
     def _recorded_onward(self, plan: Plan) -> Lines:
         """One more row of the last module, and the guess from it."""
@@ -125,7 +125,7 @@ class ChainedGuesses:
             self._ops.copied(plan.output, plan.hidden)
             self._ops.advance(self._cells, Few((), plan.table), plan.positions)
             self._pass_on(plan.token_ids)
-        return Lines([*plan.record.calls, *guess.calls, *linked.calls])
+        return Lines([*plan.record.calls, *guess.calls, *linked.calls], "one guess more", 1)
 
     def _guess(self, place: int, plan: Plan) -> Record:
         """Logits of a forward's last row and the pick from them."""

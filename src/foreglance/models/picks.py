@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foreglance.batch import TILE
 from foreglance.models.base import Target
-from foreglance.models.plans import NotRecordable, PlanLine, Planned, Record, profiled, recording, signed
+from foreglance.models.plans import NotRecordable, Planned, Record, recording, signed
 from foreglance.ops.native import Lines, NativeOps
 from foreglance.request import SamplingParams
 
@@ -59,7 +59,7 @@ class PickPlan:
         self._record = Record()
         with recording(self._record, ops):
             ops.pick_rows(logits(self._hidden), self._cells.tokens, self._cells.picks, self._cells.numbers)
-        self.lines = Lines(self._record.calls)
+        self.lines = Lines(self._record.calls, "output head and picks", num_rows)
 
     def run(self, hidden: Tensor, wanted: Sequence[Wanted]) -> list[int]:
         self._hidden.copy_(hidden)
@@ -104,8 +104,3 @@ class Picker:
         except NotRecordable as error:
             log.info("picks are not recorded: logits compute %s outside the kernels", error)
             return None
-
-    def profile(self, times: int = 50) -> dict[int, list[PlanLine]]:
-        """By number of rows, what the recorded plans consist of and how long each line takes here."""
-        plans = {num_rows: plan for num_rows, plan in sorted(self._plans.items()) if plan is not None}
-        return {num_rows: profiled(self._ops, plan.lines, times) for num_rows, plan in plans.items()}

@@ -155,20 +155,6 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class PlanLine:
-    """One call of a plan, and how long it takes in microseconds."""
-
-    kernel: str
-    what: str
-    microseconds: float
-
-
-def profiled(ops: NativeOps, lines: Lines, times: int) -> list[PlanLine]:
-    """Repeats the last step."""
-    return [PlanLine(*names, us) for names, us in zip(lines.names(), ops.timed(lines, times), strict=True)]
-
-
-@dataclass(frozen=True)
 class Guess:
     """What guessing for a sequence begins with: where its rows lie, the position [axes] of its next row, the state
     [1, h] of its last one, what was guessed from that (None: nothing yet), how it picks, and tokens of its own."""
@@ -226,9 +212,10 @@ class ChainPlan:
             ops.advance(self._cells, Few((), plan.table), plan.positions)
         picking = record_guess(ops, head, plan.hidden, plan.token_ids, self._picks, self._cells, self._own)
         self._buffers = picking.buffers
-        self._pick = Lines(picking.calls)
+        self._pick = Lines(picking.calls, "first guess", n)
         copied, advanced = onward.calls
-        self._grow = Lines([*plan.record.calls, copied, *picking.calls, advanced])
+        self._grow = Lines([*plan.record.calls, copied, *picking.calls, advanced], "one guess more", n)
+        self.recorded = self._pick, self._grow
 
     def run(self, guesses: Sequence[Guess], depth: int) -> tuple[np.ndarray, Tensor]:
         """-> tokens int64 [depth, n], and the states [n, h] of the rows that the last ones were picked from. All
@@ -291,7 +278,7 @@ class CatchUpPlan:
         copied = Record()
         with recording(copied, ops):
             ops.copied(plan.output[-1:], chain.plan.hidden)
-        self._lines = Lines([*plan.record.calls, *copied.calls])
+        self.lines = Lines([*plan.record.calls, *copied.calls], "catching up", len(plan.ids))
 
     def run(
         self,
@@ -313,7 +300,7 @@ class CatchUpPlan:
         plan.coords[:] = self._steps + coordinate
         plan.hidden.copy_(states)
         plan.table[:5] = 1, 0, n, holder.rows, holder.addresses
-        self._ops.run(self._lines)
+        self._ops.run(self.lines)
         return chain.guess(depth, holder.rows + n, holder.addresses, coordinate + n, temperature, seed, index, own)
 
 
@@ -381,7 +368,7 @@ class ReaderPlan:
             self._ops.advance(cells, Few((), self._nothing), still)
         self._record.buffers += tokens, places, hidden
         self._kept = table, cells
-        self._lines = Lines(self._record.calls)
+        self._lines = Lines(self._record.calls, "one guess", num_rows)
 
     def run(self, sequences: Sequence[Reading], depth: int) -> list[list[int]]:
         """-> guesses down to `depth` of each."""
@@ -453,17 +440,11 @@ class Plans:
         """None while the forward of so many rows is not recorded."""
         return self._plans.get(num_rows)
 
-    @torch.inference_mode()
-    def profile(self, caches: Caches, times: int = 50) -> dict[int, list[PlanLine]]:
-        """By number of rows, what each recorded plan consists of and how long each line takes here. Repeats the last
-        step as if it came next, so its sequences must still be there, in `caches`; what they hold stays the same."""
-        for holder in caches.values():
-            holder.make_room(TILE)
-        found: dict[int, list[PlanLine]] = {}
-        for num_rows, plan in sorted(self._plans.items()):
-            assert self.ops is not None
-            found[num_rows] = profiled(self.ops, plan.lines, times)
-        return found
+    def recorded(self) -> Iterator[Lines]:
+        """All recorded calls: of forwards, and of guesses with them."""
+        yield from (plan.lines for plan in self._plans.values())
+        yield from (lines for chain in self._chains.values() if chain is not None for lines in chain.recorded)
+        yield from (plan.lines for plan in self._catch_ups.values())
 
     def catch_up(self, num_rows: int, head: Guessing, deepest: int) -> CatchUpPlan | None:
         """The plan of `num_rows` rows of one sequence and guesses from the last; None as long as a part of it is not
@@ -474,12 +455,6 @@ class Plans:
                 return None
             self._catch_ups[num_rows] = CatchUpPlan(self.ops, plan, chain)
         return self._catch_ups[num_rows]
-
-    def forget(self) -> None:
-        """Drop what was recorded."""
-        self._catch_ups.clear()
-        self._plans.clear()
-        self._chains.clear()
 
     def chain(self, num_rows: int, head: Guessing, deepest: int) -> ChainPlan | None:
         """The plan of guesses for `num_rows` sequences; None while their forward is not recorded, or if logits cannot
@@ -505,6 +480,6 @@ class Plans:
             self.refused = str(error)
             log.info("a forward is not recorded: it computes %s outside the kernels", error)
             return self._forward(batch, caches)
-        plan.lines = Lines(plan.record.calls)
+        plan.lines = Lines(plan.record.calls, "forward", batch.num_rows)
         self._plans[batch.num_rows] = plan
         return plan.output.clone()

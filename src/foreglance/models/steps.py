@@ -46,7 +46,7 @@ class StepPlan:
         self._record = Record()
         with recording(self._record, ops):
             ops.pick_rows(logits(plan.output), self._tokens, picks, cells)
-        self._lines = Lines([*plan.record.calls, *self._record.calls])
+        self._lines = Lines([*plan.record.calls, *self._record.calls], "forward, output head and picks", num_rows)
         self._ids, self._coordinates = memoryview(plan.ids), [memoryview(axis) for axis in plan.coords]
         self._table, self._picks = memoryview(plan.table), memoryview(picks[0])
         self._cells, self._temperatures = memoryview(cells), memoryview(cells.view(np.float64))

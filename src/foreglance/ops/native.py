@@ -7,7 +7,9 @@ attention of chunks) is torch's, inherited.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
@@ -38,9 +40,10 @@ def native_module() -> ModuleType | None:
 
 class Lines:
     """Recorded calls as `_native.run` reads them: int64 [calls, 1 + `ARGS_OF_A_LINE`]; numbers with a fraction keep
-    their bits."""
+    their bits. `name` and `num_rows` say what they are for."""
 
-    def __init__(self, calls: Sequence[tuple[int, Sequence[int | float]]]):
+    def __init__(self, calls: Sequence[tuple[int, Sequence[int | float]]], name: str = "", num_rows: int = 0):
+        self.name, self.num_rows = name, num_rows
         self.cells = np.zeros((len(calls), 1 + ARGS_OF_A_LINE), np.int64)
         for line, (kernel, args) in zip(self.cells, calls, strict=True):
             line[0] = kernel
@@ -51,6 +54,21 @@ class Lines:
     def names(self) -> list[tuple[str, str]]:
         """For each call its kernel, and what it works on in words."""
         return [_described(int(line[0]), line[1:].tolist()) for line in self.cells]
+
+
+Runner = Callable[[ModuleType, Lines, int], None]
+_RUNNER: ContextVar[Runner | None] = ContextVar("runner", default=None)
+
+
+@contextmanager
+def run_by(runner: Runner) -> Iterator[None]:
+    """Within, `runner` (of the kernels' module, recorded calls, and how often) repeats what is recorded, for example
+    to time it."""
+    before = _RUNNER.set(runner)
+    try:
+        yield
+    finally:
+        _RUNNER.reset(before)
 
 
 # Which arguments of a kernel say on what it works, in words (n rows); the rest is in csrc/kernels.h.
@@ -221,17 +239,11 @@ class NativeOps(TorchOps):
 
     def run(self, lines: Lines, times: int = 1) -> None:
         """Repeat recorded calls."""
-        self._n.run(lines.address, lines.count, times)
-
-    def timed(self, lines: Lines, times: int) -> list[float]:
-        """Microseconds of each call, the fastest of `times`. Calls are measured one by one: a list in one go is a
-        little faster than their sum."""
-        fastest = np.full(lines.count, np.iinfo(np.int64).max)
-        for _ in range(times):
-            spent = np.zeros(lines.count, np.int64)
-            self._n.time(lines.address, lines.count, spent.ctypes.data)
-            fastest = np.minimum(fastest, spent)
-        return (fastest / 1e3).tolist()
+        runner = _RUNNER.get()
+        if runner is None:
+            self._n.run(lines.address, lines.count, times)
+        else:
+            runner(self._n, lines, times)
 
     def pick_rows(
         self, logits: Tensor, token_ids: Tensor, picks: np.ndarray, cells: np.ndarray, ids: Tensor | None = None
