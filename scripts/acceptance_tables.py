@@ -18,16 +18,22 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "acceptance.md"
 DEPTHS = "1,2,3,4,5,6,auto"
 DEEPEST = 6
+HEADS = "acceptance --prompts 100 --depths 1 --temperatures 0 --kinds image --policies see,placeholder,skip"
 RUNS = {  # options of `foreglance bench ...` by the name of the file that holds what it said
     "image": f"acceptance --prompts 100 --depths {DEPTHS} --kinds image --figure docs",
     "text": f"acceptance --prompts 40 --depths {DEPTHS} --kinds text",
     "tiny-step": f"acceptance --model tiny-step --prompts 60 --depths {DEPTHS}",
     "tiny-gemma": f"acceptance --model tiny-gemma --prompts 60 --depths {DEPTHS}",
     "tiny-text": f"acceptance --draft tiny-text --prompts 30 --depths {DEPTHS}",
+    "tiny-qwen-own": HEADS,
+    "tiny-qwen-control": f"{HEADS} --head tests/data/tiny-qwen-skip-head.safetensors",
+    "tiny-step-own": f"{HEADS} --model tiny-step",
+    "tiny-step-control": f"{HEADS} --model tiny-step --head tests/data/tiny-step-skip-modules.safetensors",
     "holes": "holes --prompts 60",
     "holes-3": "holes --prompts 30 --images 3",
     "holes-10": "holes --prompts 30 --before 10",
 }
+CONTROLS = ("tiny-qwen-own", "tiny-qwen-control", "tiny-step-own", "tiny-step-control")
 OTHERS, HOLES = ("tiny-step", "tiny-gemma", "tiny-text"), ("holes", "holes-3", "holes-10")
 
 
@@ -149,6 +155,28 @@ def others(found: dict[str, list[dict]]) -> str:
     return f"{commands(*OTHERS)}\n\n{markdown(['model', 'draft', 'prompts', *NAMES], rows)}"
 
 
+def controls(found: dict[str, list[dict]]) -> str:
+    """First guesses of heads that learnt with image rows and of those that did not, with intervals."""
+
+    def cell(rate: float | None, interval: list[float] | None) -> str:
+        return "-" if rate is None or interval is None else "{:.2f} ({:.2f} to {:.2f})".format(rate, *interval)
+
+    rows = [
+        [
+            *(run.rsplit("-", 1)),
+            row["policy"],
+            cell(row["content_acceptance"], row["content_ci"]),
+            cell(row["acceptance_by_depth"][0], row["acceptance_ci"]),
+            f"{row['differing']} of {row['tokens']:,}",
+        ]
+        for run in CONTROLS
+        for row in found[run]
+        if row["draft"] == "mtp"
+    ]
+    names = ["model", "head", "policy", "content words (95 %)", "all first guesses (95 %)", "differing tokens"]
+    return f"{commands(*CONTROLS)}\n\n{markdown(names, rows)}"
+
+
 def holes(found: dict[str, list[dict]]) -> str:
     def cell(row: dict) -> str:
         if row["acceptance"] is None:
@@ -176,6 +204,7 @@ def say(words: str) -> None:
 BLOCKS = {
     "image": lambda found: policies("image", found["image"]),
     "text": of_text,
+    "controls": controls,
     "holes": holes,
     "others": others,
     "total": total,
@@ -183,6 +212,7 @@ BLOCKS = {
 NEEDED = {
     "image": ("image",),
     "text": ("text",),
+    "controls": CONTROLS,
     "holes": HOLES,
     "others": OTHERS,
     "total": ("image", "text", *OTHERS),

@@ -2,15 +2,20 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
 from foreglance import Engine, SamplingParams, Settings, Speculation
 from foreglance.bench import acceptance, exactness, holes, operations
 from foreglance.bench.content import content_tokens
+from foreglance.bench.heads import with_head
 from foreglance.bench.prompts import cases_of, image_cases, text_cases
 from foreglance.bench.report import interval
+from foreglance.models.weights import EMBEDDED
 from foreglance.request import RequestError
+
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +33,38 @@ def test_acceptance_rows_hold_what_the_runs_gave(engine):
         "model", "draft", "policy", "depth", "temperature", "image", "prompts", "acceptance_by_depth",
         "content_acceptance", "tokens_per_step", "speedup",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "control"), [("tiny-qwen", "tiny-qwen-skip-head"), ("tiny-step", "tiny-step-skip-modules")]
+)
+def test_rows_of_images_help_the_head_that_learnt_with_them_and_not_the_control(model, control, tmp_path):
+    """The claim of the whole project, with its negative control: content words are guessed by what a head sees, if it
+    learnt to see. Over 100 prompts: 0.98 with the rows, 0.45 and 0.59 without; the controls 0.88 and 0.81, 0.88 and
+    0.84. No head changes a token."""
+    settings = [acceptance.Setting("mtp", policy, 1, 0.0) for policy in ("see", "skip")]
+    gains, texts = {}, []
+    for name, folder in (
+        ("own", EMBEDDED / model),
+        ("control", with_head(EMBEDDED / model, DATA / f"{control}.safetensors", tmp_path)),
+    ):
+        head = Engine.load(str(folder), Settings(prefix_cache_bytes=0, try_drafts=False))
+        rows = acceptance.measure(head, image_cases(8), settings, 60, content_tokens(head))
+        see, skip = (row.content_acceptance for row in rows)
+        gains[name] = see - skip
+        texts.append(
+            head.generate([image_cases(1)[0].request(SamplingParams(max_tokens=60), Speculation())])[0].token_ids
+        )
+        assert all(row.differing == 0 for row in rows)
+    assert gains["own"] > 0.2 and abs(gains["control"]) < 0.1
+    assert texts[0] == texts[1]
+
+
+def test_a_head_of_another_model_is_refused_by_the_tensor_that_does_not_fit(tmp_path):
+    with pytest.raises(RequestError, match=r"model\.layers\.6\.eh_proj\.weight .* is no tensor of .*tiny-qwen"):
+        with_head(EMBEDDED / "tiny-qwen", DATA / "tiny-step-skip-modules.safetensors", tmp_path)
+    with pytest.raises(RequestError, match="cannot be read as safetensors"):
+        with_head(EMBEDDED / "tiny-qwen", Path(__file__), tmp_path)
 
 
 def test_first_guesses_are_counted_as_the_engine_counts_them(engine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,7 +15,7 @@ import typer
 
 from foreglance.cli import lists
 from foreglance.cli.options import ModelOptions
-from foreglance.cli.running import load_engine
+from foreglance.cli.running import load_engine, loading
 from foreglance.cli.show import print_json, to_stderr
 from foreglance.request import IMAGE_POLICIES, MAX_DEPTH, RequestError
 
@@ -85,6 +86,9 @@ def acceptance(
         Path | None, typer.Option(help='JSONL with your own prompts: {"prompt": ..., "image": PATH} a line.')
     ] = None,
     draft: Annotated[str | None, typer.Option(help="A second model that drafts; default: the model's own.")] = None,
+    head: Annotated[
+        Path | None, typer.Option(help="safetensors file of another draft head, in place of the checkpoint's own.")
+    ] = None,
     figure: Annotated[Path | None, typer.Option(help="Folder for acceptance.svg and acceptance.png.")] = None,
     weights: Weights = "auto",
     as_json: Json = False,
@@ -100,7 +104,8 @@ def acceptance(
     deep, warm, sorts = lists.depths(depths), lists.temperatures(temperatures), lists.chosen(kinds, KINDS, "kinds")
     given = None if file is None else cases_of(file, prompts)
     check_figure(figure)
-    engine = _engine(model, weights, second=draft)
+    with _model_with(model, head) as found:
+        engine = _engine(found, weights, second=draft)
     drafter = engine.best_draft
     wanted = [
         bench.Setting(drafter, policy, depth, temperature)
@@ -121,6 +126,19 @@ def acceptance(
         to_stderr(f"wrote {', '.join(map(str, draw(rows, figure)))}")
     body = {"machine": machine(), "max_tokens": max_tokens, "results": [row.as_json() for row in rows]}
     show(_acceptance_table(rows), as_json, body)
+
+
+@contextmanager
+def _model_with(model: str, head: Path | None) -> Iterator[str]:
+    """What to load a model by, with another draft head if one is given."""
+    from foreglance.bench.heads import with_head
+    from foreglance.models.weights import find_model
+
+    if head is None:
+        yield model
+        return
+    with loading(), tempfile.TemporaryDirectory(prefix="foreglance-") as temporary:
+        yield str(with_head(find_model(model), head, Path(temporary)))
 
 
 def _acceptance_table(rows: list) -> object:

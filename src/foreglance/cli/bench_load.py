@@ -9,9 +9,8 @@ import typer
 
 from foreglance.cli import lists
 from foreglance.cli.bench import PICTURES, Json, Model, Weights, check_figure, progress_bar, show
-from foreglance.cli.bench_speed import loading
 from foreglance.cli.options import ModelOptions
-from foreglance.cli.running import load_engine
+from foreglance.cli.running import load_engine, loading
 from foreglance.cli.serve import num_bytes
 from foreglance.cli.show import to_stderr
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -15,7 +14,7 @@ from foreglance.cli import lists
 from foreglance.cli.bench import PICTURES, Json, check_figure, progress_bar, show
 from foreglance.cli.lists import chosen, numbers
 from foreglance.cli.options import CPUS
-from foreglance.cli.running import hush
+from foreglance.cli.running import loading
 from foreglance.cli.show import print_json, to_stderr
 from foreglance.request import RequestError
 from foreglance.settings import WeightFormat
@@ -25,18 +24,6 @@ ENGINES = ("foreglance", "transformers", "llama.cpp")
 
 Checkpoint = Annotated[str, typer.Option("--model", "--checkpoint", help="Embedded model, folder, GGUF or hub name.")]
 Formats = Annotated[str, typer.Option("--weights", help=f"Comma-separated: {', '.join(FORMATS)}; or all.")]
-
-
-@contextmanager
-def loading() -> Iterator[None]:
-    """Anything wrong with a model is the user's to mend."""
-    hush()
-    from foreglance.models.base import ModelError
-
-    try:
-        yield
-    except ModelError as error:
-        raise RequestError(str(error), param="model", code="model_unusable") from error
 
 
 def make_checkpoint(

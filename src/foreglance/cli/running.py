@@ -58,6 +58,18 @@ def hush() -> None:
         warnings.simplefilter("ignore", category)
 
 
+@contextmanager
+def loading() -> Iterator[None]:
+    """Anything wrong with a model is the user's to mend."""
+    hush()
+    from foreglance.models.base import ModelError
+
+    try:
+        yield
+    except ModelError as error:
+        raise RequestError(str(error), param="model", code="model_unusable") from error
+
+
 SMALL_MODEL = 64 << 20  # bytes of weights
 LONG_LOAD = 2.0  # seconds that nobody minds to wait without a bar
 
