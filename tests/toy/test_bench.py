@@ -13,6 +13,7 @@ from foreglance.bench.heads import with_head
 from foreglance.bench.prompts import cases_of, image_cases, text_cases
 from foreglance.bench.report import interval
 from foreglance.models.weights import EMBEDDED
+from foreglance.ops.numerics import kernels_are_native
 from foreglance.request import RequestError
 
 DATA = Path(__file__).parents[1] / "data"
@@ -174,6 +175,15 @@ def test_the_table_of_operations_adds_up():
     lines = operations.measure("tiny-qwen", request, rounds=1)
     assert abs(sum(line.share for line in lines) - 1) < 1e-6
     assert {"target", "draft head", "step"} <= {line.scope for line in lines}
+
+
+@pytest.mark.skipif(not kernels_are_native(), reason="native kernels are missing or switched off")
+def test_a_part_of_each_recorded_step_is_spent_in_kernels():
+    request = text_cases(1)[0].request(SamplingParams(), Speculation("none"))
+    plain, drafted = operations.in_kernels("tiny-qwen", request, (0, 2), 12, Settings(weights="q8", slots=1))
+    for one, depth in ((plain, 0), (drafted, 2)):
+        assert one.depth == depth and 0 < one.share < 1 and 0 < one.kernels < one.step
+    assert drafted.kernels > plain.kernels
 
 
 def test_own_prompts_are_read_and_bad_lines_are_named(tmp_path):

@@ -2,7 +2,8 @@
 
 Times every call of the ops protocol from outside; what no operation covers (Python, views, cache writes) is the rest of
 its forward, and what no forward covers (packing, picks, text) is the rest of the step. Operations are timed one by
-one, so forwards are not run as plans here; `foreglance explain --plan` times the lines of a plan.
+one, so forwards are not run as plans here; `foreglance explain --plan` times the lines of a plan. How much of a step
+that runs as plans is spent in them, `in_kernels` says.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
+from statistics import median
+from types import ModuleType
 from typing import Any
 
 from foreglance.engine import Engine
 from foreglance.models.base import ChainedHead, DraftHead, HeadSpec, Target
 from foreglance.ops.base import Ops
-from foreglance.request import Request
+from foreglance.ops.native import Lines, run_by
+from foreglance.request import Request, Speculation
 from foreglance.settings import Settings
 
 NO_OPERATIONS = ("name", "draft", "kept_as", "pack_linear")
 OPERATIONS = tuple(name for name in vars(Ops) if not name.startswith("_") and name not in NO_OPERATIONS)
+
+RECORDING = 8  # steps after which rows have been met often enough to be recorded
 
 
 class Clock:
@@ -106,6 +112,50 @@ class Line:
     calls: float
     microseconds: float
     share: float
+
+
+@dataclass(frozen=True)
+class InKernels:
+    """A decode step at a draft depth: how long it takes and how long of that recorded kernel calls do, in microseconds,
+    and the share of these. Medians over steps, so the share is of no step in particular."""
+
+    depth: int
+    step: float
+    kernels: float
+    share: float
+
+
+def in_kernels(
+    model: str, request: Request, depths: tuple[int, ...], steps: int = 64, settings: Settings | None = None
+) -> list[InKernels]:
+    """Of plain steps first, if 0 is among `depths`. Nothing is spent in recorded calls where none are: without native
+    kernels."""
+    engine, found = Engine.load(model, settings), []
+    for depth in depths:
+        speculation = Speculation("auto", depth) if depth else Speculation("none")
+        sampling = replace(request.sampling, max_tokens=(depth + 1) * (steps + RECORDING), ignore_eos=True)
+        asked = replace(request, id=f"{request.id}/{depth}", sampling=sampling, speculation=speculation)
+        engine.add(asked)
+        for _ in range(RECORDING):
+            engine.step()
+        spent, both = 0.0, []
+
+        def run(native: ModuleType, lines: Lines, times: int) -> None:
+            nonlocal spent
+            began = time.perf_counter()
+            native.run(lines.address, lines.count, times)
+            spent += time.perf_counter() - began
+
+        with run_by(run):
+            for _ in range(steps):
+                spent, began = 0.0, time.perf_counter()
+                engine.step()
+                both.append((time.perf_counter() - began, spent))
+        engine.cancel(asked.id)
+        engine.step()
+        step, kernels = (median(times) * 1e6 for times in zip(*both, strict=True))
+        found.append(InKernels(depth, step, kernels, median([own / whole for whole, own in both])))
+    return found
 
 
 def measure(model: str, request: Request, rounds: int = 3, settings: Settings | None = None) -> list[Line]:

@@ -312,4 +312,9 @@ def operations(
     lines = bench.measure(model, request)
     cells = [(x.scope, x.operation, f"{x.calls:.1f}", f"{x.microseconds:.0f}", f"{x.share:.1%}") for x in lines]
     made = table("Time of a decode step", ("in", "operation", "calls", "µs", "share"), cells)
-    show(made, as_json, {"machine": machine(), "draft": draft, "depth": depth, "lines": [asdict(x) for x in lines]})
+    shares = bench.in_kernels(model, request, (0,) if draft == "none" or not depth else (0, depth))
+    body = {"machine": machine(), "draft": draft, "depth": depth, "lines": [asdict(x) for x in lines]}
+    show(made, as_json, body | {"in_kernels": [asdict(x) for x in shares]})
+    if not as_json:
+        cells = [(str(x.depth), f"{x.step:.0f}", f"{x.kernels:.0f}", f"{x.share:.0%}") for x in shares]
+        show(table("Recorded steps", ("depth", "µs", "in kernels, µs", "share"), cells), as_json, {})
