@@ -5,7 +5,7 @@ import sys
 
 from setuptools import Extension, setup
 
-SOURCES = ["module.c", "isa_portable.c", "isa_avx2.c", "isa_avxvnni.c", "isa_avx512.c"]
+SOURCES = ["module.c", "isa_portable.c", "isa_neon.c", "isa_avx2.c", "isa_avxvnni.c", "isa_avx512.c"]
 FLAGS = [] if sys.platform == "win32" else ["-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-g0"]
 
 setup(

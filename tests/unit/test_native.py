@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from numpy._core._multiarray_umath import __cpu_features__
 from support.kernels import twin
 
 from foreglance.batch import Few, FewPart
@@ -56,6 +57,19 @@ def same_bits(function, n=20):
     for start, stop in [(i, i + 1) for i in range(n)] + [(0, m) for m in range(2, 17)] + [(n - 5, n)]:
         assert torch.equal(function(slice(start, stop)), whole[start:stop]), (start, stop)
     return whole
+
+
+@pytest.mark.parametrize(
+    "name, needed",
+    [
+        ("avx512", ("AVX512F", "AVX512BW", "AVX512VL", "AVX512DQ", "AVX512VNNI")),
+        ("avx2", ("AVX2", "FMA3")),
+        ("neon", ("ASIMDDP",)),
+        ("portable", ()),
+    ],
+)
+def test_an_instruction_set_is_usable_where_numpy_finds_it(name, needed):
+    assert (name in SETS) == all(__cpu_features__[feature] for feature in needed)
 
 
 @pytest.mark.parametrize("weights", FORMATS)

@@ -42,6 +42,12 @@ extern const Isa isa_portable;
 #if defined(__x86_64__) || defined(_M_X64)
 #define FG_X86 1
 extern const Isa isa_avx2, isa_avxvnni, isa_avx512;
+#elif defined(__aarch64__)
+#define FG_ARM 1
+#if !defined(__clang__) || __clang_major__ >= 16 || defined(__ARM_FEATURE_DOTPROD)
+#define FG_DOTPROD 1 /* the compiler can be told of dot products, or was */
+extern const Isa isa_neon;
+#endif
 #endif
 
 /* The parts of a step: cells [count, then per part (first row, rows, rows that its caches held before, address of the

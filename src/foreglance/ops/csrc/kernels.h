@@ -12,7 +12,7 @@
 #ifdef FG_X86
 #include <immintrin.h>
 #endif
-#ifdef __ARM_FEATURE_DOTPROD
+#ifdef FG_ARM
 #include <arm_neon.h>
 #endif
 
@@ -171,6 +171,8 @@ INLINE vf load_half(const uint16_t *p) {
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #elif defined(HAVE_AVX2)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif defined(FG_ARM)
+    return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
     vf v;
     for (int i = 0; i < W; i++) v[i] = half_to_float(p[i]);
@@ -290,6 +292,9 @@ FLOAT_TILE(tile_fp16, uint16_t, load_half)
 #elif W == 8
 #define MOST_ROWS 6
 #define BLOCKS_OF(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
+#elif defined(FG_ARM) /* 32 registers */
+#define MOST_ROWS 6
+#define BLOCKS_OF(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
 #else
 #define MOST_ROWS 3
 #define BLOCKS_OF(rows) ((rows) == 1 ? 2 : 1)
@@ -381,9 +386,28 @@ INLINE vi dot_bytes(vi sum, vi w, vi a) {
     __m256i s = _mm256_xor_si256((__m256i)w, _mm256_set1_epi8((char)0x80));
     return dot_nibbles(sum, (vi)_mm256_abs_epi8(s), (vi)_mm256_sign_epi8((__m256i)a, s));
 }
-#elif defined(__ARM_FEATURE_DOTPROD)
+#elif defined(HAVE_DOTPROD)
 #define BYTE_OFFSET 0
-INLINE vi dot_nibbles(vi sum, vi w, vi a) { return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)a); }
+/* With four bytes of `q` from 4 j on: by lane, so that a row's 32 bytes take two registers and not eight. */
+INLINE vi dot_nibbles_at(vi sum, vi w, const int8_t *q, int j) {
+    int8x16_t a = vld1q_s8(q + j / 4 * 16);
+    switch (j % 4) {
+        case 0: return (vi)vdotq_laneq_s32((int32x4_t)sum, (int8x16_t)w, a, 0);
+        case 1: return (vi)vdotq_laneq_s32((int32x4_t)sum, (int8x16_t)w, a, 1);
+        case 2: return (vi)vdotq_laneq_s32((int32x4_t)sum, (int8x16_t)w, a, 2);
+        default: return (vi)vdotq_laneq_s32((int32x4_t)sum, (int8x16_t)w, a, 3);
+    }
+}
+INLINE vi dot_bytes_at(vi sum, vi w, const int8_t *q, int j) {
+    return dot_nibbles_at(sum, (vi)veorq_s8((int8x16_t)w, vdupq_n_s8((int8_t)0x80)), q, j);
+}
+#elif defined(FG_ARM)
+#define BYTE_OFFSET 0
+INLINE vi dot_nibbles(vi sum, vi w, vi a) {
+    int16x8_t low = vmull_s8(vget_low_s8((int8x16_t)w), vget_low_s8((int8x16_t)a));
+    int16x8_t high = vmull_high_s8((int8x16_t)w, (int8x16_t)a); /* two products fit into 16 bits */
+    return (vi)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
+}
 INLINE vi dot_bytes(vi sum, vi w, vi a) {
     return dot_nibbles(sum, (vi)veorq_s8((int8x16_t)w, vdupq_n_s8((int8_t)0x80)), a);
 }
@@ -489,11 +513,15 @@ static void quantize(const Arg *a, int part, int parts) {
 
 INLINE vi splat_ints(int32_t x) { return x - (vi){0}; }
 
+#ifndef HAVE_DOTPROD
 INLINE vi four_bytes(const int8_t *q) {
     int32_t x;
     memcpy(&x, q, 4);
     return splat_ints(x);
 }
+INLINE vi dot_bytes_at(vi sum, vi w, const int8_t *q, int j) { return dot_bytes(sum, w, four_bytes(q + 4 * j)); }
+INLINE vi dot_nibbles_at(vi sum, vi w, const int8_t *q, int j) { return dot_nibbles(sum, w, four_bytes(q + 4 * j)); }
+#endif
 
 typedef struct {
     const uint8_t *w;      /* q8: [group][8][16][4] bytes, value + 128; q4: [group][4][16][4], two nibbles, value + 8 */
@@ -524,16 +552,15 @@ typedef struct {
                     UNROLL for (int j = 0; j < 8; j++) {                                                               \
                         vi wide = load_ints(w + j * 64 + p * 4 * W);                                                   \
                         UNROLL for (int m = 0; m < MT; m++) sum[m] =                                                   \
-                            dot_bytes(sum[m], wide, four_bytes(q + m * groups * 32 + j * 4));                          \
+                            dot_bytes_at(sum[m], wide, q + m * groups * 32, j);                                        \
                     }                                                                                                  \
                 } else {                                                                                               \
                     UNROLL for (int j = 0; j < 4; j++) {                                                               \
                         vi both = load_ints(w + j * 64 + p * 4 * W), low = both & 0x0f0f0f0f,                          \
                            high = (both >> 4) & 0x0f0f0f0f;                                                            \
                         UNROLL for (int m = 0; m < MT; m++) {                                                          \
-                            const int8_t *row = q + m * groups * 32 + j * 4;                                           \
-                            sum[m] = dot_nibbles(sum[m], low, four_bytes(row));                                        \
-                            sum[m] = dot_nibbles(sum[m], high, four_bytes(row + 16));                                  \
+                            sum[m] = dot_nibbles_at(sum[m], low, q + m * groups * 32, j);                              \
+                            sum[m] = dot_nibbles_at(sum[m], high, q + m * groups * 32, j + 4);                         \
                         }                                                                                              \
                     }                                                                                                  \
                 }                                                                                                      \
@@ -553,7 +580,7 @@ QUANTISED_TILE(tile_q4, 4)
 #define MORE_QUANTISED(tile)                                                                                           \
     QUANTISED_CASE(tile, 3) QUANTISED_CASE(tile, 4) QUANTISED_CASE(tile, 5) QUANTISED_CASE(tile, 6)                    \
     QUANTISED_CASE(tile, 7) QUANTISED_CASE(tile, 8)
-#elif W == 8 || defined(__ARM_FEATURE_DOTPROD)
+#elif W == 8 || defined(HAVE_DOTPROD)
 #define MOST_QUANTISED 4
 #define MORE_QUANTISED(tile) QUANTISED_CASE(tile, 3) QUANTISED_CASE(tile, 4)
 #else

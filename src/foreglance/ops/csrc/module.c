@@ -7,6 +7,14 @@
 
 #include "fg.h"
 
+#ifdef FG_DOTPROD
+#if defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+#endif
+
 #ifndef _WIN32
 #include <pthread.h>
 #include <sched.h>
@@ -15,6 +23,20 @@
 #endif
 
 static const Isa *isa = &isa_portable;
+
+#ifdef FG_DOTPROD
+static int has_dotprod(void) {
+#if defined(__linux__)
+    return getauxval(AT_HWCAP) >> 20 & 1; /* HWCAP_ASIMDDP */
+#elif defined(__APPLE__)
+    int found = 0;
+    size_t size = sizeof found;
+    return !sysctlbyname("hw.optional.arm.FEAT_DotProd", &found, &size, 0, 0) && found;
+#else
+    return 0;
+#endif
+}
+#endif
 
 static const Isa *const *usable(void) {
     static const Isa *found[5];
@@ -30,6 +52,9 @@ static const Isa *const *usable(void) {
         if (eax & 1 << 4) found[count++] = &isa_avxvnni;
         found[count++] = &isa_avx2;
     }
+#endif
+#ifdef FG_DOTPROD
+    if (has_dotprod()) found[count++] = &isa_neon;
 #endif
     found[count++] = &isa_portable;
     found[count] = 0;
