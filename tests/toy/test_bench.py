@@ -5,13 +5,14 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from foreglance import Engine, SamplingParams, Settings, Speculation
 from foreglance.bench import acceptance, exactness, holes, operations
 from foreglance.bench.content import content_tokens
 from foreglance.bench.heads import with_head
 from foreglance.bench.prompts import cases_of, image_cases, text_cases
-from foreglance.bench.report import interval
+from foreglance.bench.report import interval, machine
 from foreglance.models.weights import EMBEDDED
 from foreglance.ops.numerics import kernels_are_native
 from foreglance.request import RequestError
@@ -199,6 +200,10 @@ def test_own_prompts_are_read_and_bad_lines_are_named(tmp_path):
         path.write_text(f"{line}\n")
         with pytest.raises(RequestError, match=words):
             cases_of(path, 10)
+
+
+def test_the_machine_is_told_with_the_threads_that_were_measured():
+    assert machine(3).endswith(", 3 thread(s)") and machine().endswith(f", {torch.get_num_threads()} thread(s)")
 
 
 def test_an_interval_is_a_ratio_of_sums_and_holds_it():

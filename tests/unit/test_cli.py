@@ -167,13 +167,21 @@ def test_a_draft_that_is_not_there_is_refused(draft):
     assert (error["param"], error["code"]) == ("draft", "draft_unavailable")
 
 
+@pytest.mark.parametrize("policy", ["look", "gap"])
+def test_only_policies_that_can_be_had_are_offered(policy):
+    error = answer("generate", "--prompt", "hi", "--draft-images", policy, code=2)["error"]
+    assert "see, skip, placeholder" in error["message"] and "placeholder, gap" not in error["message"]
+
+
 def test_a_second_model_is_named_where_the_kinds_of_drafts_are():
     assert GenerateOptions(prompt="hi", draft="some/model").second_model == "some/model"
     assert GenerateOptions(prompt="hi", draft="some/model").speculation().draft == "auto"
     assert GenerateOptions(prompt="hi", draft="ngram").second_model is None
 
 
-@pytest.mark.parametrize("arguments", [["--bogus"], ["--max-tokens", "many"], ["--threads", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [["--bogus"], ["--max-tokens", "many"], ["--threads", "0"], ["--threads", "99999"]]
+)
 def test_unknown_options_and_wrong_types_are_usage_errors(arguments):
     error = answer("generate", "--prompt", "hi", *arguments, code=2)["error"]
     assert error["code"] == "usage" and arguments[0] in error["message"]

@@ -39,8 +39,8 @@ def plotter() -> ModuleType:
     return pyplot
 
 
-def machine() -> str:
-    """Processor, cores and thread count, in a few words."""
+def machine(threads: int | None = None) -> str:
+    """Processor, torch and thread count, in a few words; `threads` are those of other processes that were measured."""
     import torch
 
     name = platform.processor() or platform.machine()
@@ -49,7 +49,7 @@ def machine() -> str:
         lines = cpuinfo.read_text().splitlines()
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{name}, {capability}, torch {torch.__version__}, {torch.get_num_threads()} thread(s)"
+    return f"{name}, {capability}, torch {torch.__version__}, {threads or torch.get_num_threads()} thread(s)"
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> object:

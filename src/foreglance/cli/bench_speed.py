@@ -159,7 +159,7 @@ def peers(
         if why is not None:
             rows.append(bench.Row("llama.cpp", "-", "-", threads, skipped=why))
         body = {
-            "machine": machine(),
+            "machine": machine(threads),
             "checkpoint": model,
             "threads": threads,
             "image_rows": image_rows,
