@@ -27,6 +27,7 @@ MODEL = "tiny-qwen"
 SLOTS = 2
 PHASES = {"prefill": b"p", "plain step": b"d", "step with drafts": b"v", "save": b"s", "restore": b"r", "stream": b"t"}
 NAMES = {letter: phase for phase, letter in PHASES.items()}
+PAUSE = 0.0003  # seconds before each tensor of a save
 UNSEEN = 0.01  # seconds that a phase is thought to take before one was seen
 PATIENCE = 60.0  # seconds after which a server is killed though its phase did not come
 
@@ -140,8 +141,9 @@ def _shoot(pid: int, marks: int, aim: Aim, took: dict[str, float]) -> list[str]:
 
 
 def _mark(engine, marks: int) -> None:
-    """Have the phases of a server told: a capital letter where one begins, a small one where it ends."""
-    from foreglance.cache import files
+    """Have the phases of a server told: a capital letter where one begins, a small one where it ends. Saves take their
+    time, so that a kill meets them between two tensors."""
+    from foreglance.cache import files, whole
     from foreglance.serve.stream import EventStream
 
     def begin(phase: str) -> None:
@@ -181,6 +183,11 @@ def _mark(engine, marks: int) -> None:
         finally:
             end("stream")
 
+    def slowly(tensor):
+        time.sleep(PAUSE)
+        return raw(tensor)
+
+    raw, whole.raw = whole.raw, slowly
     steps: list[str] = []
     runner, engine_step, send_all = engine._runner, engine.step, EventStream._send_all
     runner_run = runner.run
