@@ -404,14 +404,16 @@ def test_models_lists_what_is_embedded_and_supported():
     embedded = {one["name"]: one for one in found["embedded"]}
     assert embedded["tiny-qwen"]["images"] and 0 < embedded["tiny-qwen"]["bytes"] < 30e6
     assert {name: (one["draft_heads"], one["drafts"]) for name, one in embedded.items()} == {
-        "tiny-gemma": (0, "tiny-gemma-assistant"),
+        "tiny-gemma": (0, "its assistant"),
         "tiny-gemma-assistant": (0, "-"),
         "tiny-qwen": (1, "MTP head"),
-        "tiny-step": (3, "3 chained MTP modules"),
+        "tiny-step": (3, "3 MTP modules"),
         "tiny-text": (0, "-"),
     }
     assert "qwen3_5" in found["families"][0]["model_types"]
-    assert "tiny-qwen" in call("models").stdout
+    lines = [line.split()[:3] for line in call("models").stdout.splitlines()]
+    for name in embedded:
+        assert [name, "embedded", embedded[name]["model_type"]] in lines
 
 
 CALL_MODELS = "from foreglance.cli import app; app(['models', '--json'])"

@@ -56,13 +56,13 @@ def _describe(name: str, folder: Path, has_assistant: bool = False) -> dict:
     config = _config(folder)
     text = config.get("text_config", config)
     heads = max((scope.get(key) or 0 for scope in (config, text) for key in HEADS), default=0)
-    words = f"{heads} chained MTP modules" if heads > 1 else "MTP head" if heads else "-"
+    words = f"{heads} MTP modules" if heads > 1 else "MTP head" if heads else "-"
     return {
         "name": name,
         "model_type": _model_type(folder),
         "images": "vision_config" in config,
         "draft_heads": heads,
-        "drafts": f"{name}-assistant" if has_assistant else words,
+        "drafts": "its assistant" if has_assistant else words,
         "bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
     }
 
@@ -95,9 +95,9 @@ def _cached() -> Iterator[tuple[str, Path]]:
 
 
 def _show(found: dict) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for title in ("model", "where", "type", "images", "drafts", "size"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")  # names are there to be copied
     for where in ("embedded", "cached"):
         for one in found[where]:
             told = one["model_type"], "yes" if one["images"] else "no", one["drafts"], f"{one['bytes'] / 1e6:.1f} MB"
