@@ -213,6 +213,28 @@ def test_code_of_the_server_that_breaks_costs_one_answer(served, monkeypatch, ex
     assert answers(served) == expected
 
 
+@pytest.mark.parametrize("fails", (False, True), ids=("whole", "broken"))
+@pytest.mark.parametrize("endpoint", ("chat", "completions", "responses"))
+def test_a_stream_says_its_end_also_if_it_broke(served, monkeypatch, endpoint, fails):
+    """`[DONE]` behind all else where OpenAI says it; `/v1/responses` has events of its own. Nothing stays open."""
+    reply, path, body = {
+        "chat": (ChatReply, CHAT, {"messages": [{"role": "user", "content": "Hello!"}]}),
+        "completions": (CompletionReply, "/v1/completions", {"prompt": "Hello!"}),
+        "responses": (ResponseReply, "/v1/responses", {"input": "Hello!"}),
+    }[endpoint]
+    with served.http() as http, monkeypatch.context() as patch:
+        if fails:
+            patch.setattr(reply, "take", failing_once(reply.take, 1))
+        said = http.post(path, json=body | {"stream": True})
+    events = said.text.removesuffix("\n\n").split("\n\n")
+    assert said.status_code == 200 and events.count("data: [DONE]") == (endpoint != "responses")
+    if endpoint != "responses":
+        assert events.pop() == "data: [DONE]"
+    assert ("MemoryError" in events[-1]) == fails and sum("MemoryError" in event for event in events) == fails
+    until(lambda: served.host.dispatch.num_open == 0, "the stream is closed")
+    served.settle()
+
+
 def ask_at(client, endpoint: str, stream: bool):
     if endpoint == "responses":
         answer = client.responses.create(model=MODEL, input="Hello!", max_output_tokens=8, stream=stream)
