@@ -74,7 +74,9 @@ static int64_t now(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* ---- threads: workers run a list along with the caller, line by line, and stay awake for a while after it ---- */
+/* ---- threads: workers run a list along with the caller, line by line, and stay awake for a while after it. Who is
+   there takes the next share of the open line; the last one to finish a share opens the next line. So a thread that
+   does not get its turn on a processor is not waited for, unless it was in the midst of a share. ---- */
 
 #define MAX_THREADS 64
 #define SPINS_AWAKE 200000 /* about 0.2 ms, longer than Python needs between two steps of a small model */
@@ -84,8 +86,13 @@ static int threads = 1;
 static int started = 1; /* threads that exist, the caller's among them */
 static const Line *lines;
 static int64_t num_lines;
-static atomic_int arrived, sense, sleepers;
-static atomic_long job;
+static atomic_int finished, sleepers;
+static atomic_ullong state; /* job << 32 | open line << 8 | next share of it to take */
+#define TAKEN 0xffull       /* no share is left to take */
+#define OVER 0xffffffull    /* in place of a line: the job is done */
+#define JOB(state) ((uint32_t)((state) >> 32))
+#define LINE(state) ((uint32_t)((state) >> 8) & OVER)
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
 
@@ -99,35 +106,35 @@ static inline void rest(int *spins, int limit) {
     }
 }
 
-static void meet(int *own_sense, int parts) {
+/* Shares of the lines of a job, until it is done. What a job consists of is read after a share of it was taken: until
+   that is finished it stays. */
+static void run_shares(uint32_t job) {
     int spins = 0;
-    *own_sense = !*own_sense;
-    if (atomic_fetch_add(&arrived, 1) == parts - 1) {
-        atomic_store(&arrived, 0);
-        atomic_store(&sense, *own_sense);
-        return;
-    }
-    while (atomic_load_explicit(&sense, memory_order_acquire) != *own_sense) rest(&spins, SPINS_IN_LINE);
-}
-
-static void run_share(int part, int *own_sense) {
-    /* Once the last line is met, the caller may have set out on the next list: look at this one's facts only. */
-    const Line *list = lines;
-    int64_t count = num_lines;
-    int parts = threads;
-    for (int64_t i = 0; i < count; i++) {
-        isa->kernels[list[i].kernel](list[i].args, part, parts);
-        meet(own_sense, parts);
+    for (;;) {
+        unsigned long long now_at = atomic_load_explicit(&state, memory_order_acquire);
+        if (JOB(now_at) != job || LINE(now_at) == OVER) return;
+        int part = (int)(now_at & TAKEN), parts = threads;
+        if (part == (int)TAKEN) {
+            rest(&spins, SPINS_IN_LINE);
+            continue;
+        }
+        if (!atomic_compare_exchange_weak(&state, &now_at, part + 1 < parts ? now_at + 1 : now_at | TAKEN)) continue;
+        int64_t line = (int64_t)LINE(now_at);
+        isa->kernels[lines[line].kernel](lines[line].args, part, parts);
+        spins = 0;
+        if (atomic_fetch_add(&finished, 1) + 1 < parts) continue;
+        unsigned long long next = line + 1 < num_lines ? (unsigned long long)(line + 1) << 8 : OVER << 8 | TAKEN;
+        atomic_store(&finished, 0);
+        atomic_store(&state, (unsigned long long)job << 32 | next);
     }
 }
 
 static void *work(void *number) {
-    int part = (int)(intptr_t)number;
-    long seen = 0;
+    int own = (int)(intptr_t)number;
+    uint32_t seen = 0, current;
     for (;;) {
         int spins = 0;
-        long current;
-        while ((current = atomic_load_explicit(&job, memory_order_acquire)) == seen && spins < SPINS_AWAKE) {
+        while ((current = JOB(atomic_load_explicit(&state, memory_order_acquire))) == seen && spins < SPINS_AWAKE) {
 #ifdef FG_X86
             __builtin_ia32_pause();
 #endif
@@ -136,16 +143,12 @@ static void *work(void *number) {
         if (current == seen) {
             pthread_mutex_lock(&lock);
             atomic_fetch_add(&sleepers, 1);
-            while ((current = atomic_load(&job)) == seen) pthread_cond_wait(&wake, &lock);
+            while ((current = JOB(atomic_load(&state))) == seen) pthread_cond_wait(&wake, &lock);
             atomic_fetch_sub(&sleepers, 1);
             pthread_mutex_unlock(&lock);
         }
         seen = current;
-        if (part < threads) {
-            int own_sense = atomic_load(&sense);
-            meet(&own_sense, threads); /* everybody has read the sense before the first line ends */
-            run_share(part, &own_sense);
-        }
+        if (own < threads) run_shares(current);
     }
     return 0;
 }
@@ -155,17 +158,17 @@ static void run_lines(const Line *list, int64_t count) {
         for (int64_t i = 0; i < count; i++) isa->kernels[list[i].kernel](list[i].args, 0, 1);
         return;
     }
+    if (!count) return;
+    uint32_t job = JOB(atomic_load(&state)) + 1;
     lines = list;
     num_lines = count;
-    int own_sense = atomic_load(&sense);
-    atomic_fetch_add(&job, 1);
+    atomic_store(&state, (unsigned long long)job << 32);
     if (atomic_load(&sleepers)) {
         pthread_mutex_lock(&lock);
         pthread_cond_broadcast(&wake);
         pthread_mutex_unlock(&lock);
     }
-    meet(&own_sense, threads);
-    run_share(0, &own_sense);
+    run_shares(job);
 }
 
 static int start_threads(int wanted) {
