@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from foreglance.batch import Batch, InputSpec, Part, pack
+from foreglance.cache.recurrent import RecurrentSpec
 from foreglance.cache.store import CacheStore
 from foreglance.drafters.base import Settled
 from foreglance.drafters.context import ContextTokens
 from foreglance.models.base import Caches
-from foreglance.models.plans import Guess, Guessing
+from foreglance.models.plans import Guess, Guessing, Owed, tiled
 from foreglance.ops.native import Gathered
 from foreglance.request import MAX_DEPTH
 from foreglance.sampling import pick
@@ -46,6 +47,17 @@ class Chain:
     tokens: list[int] = field(default_factory=list)
 
 
+class Owing(NamedTuple):
+    """A sequence behind its prompt that lacks rows and wants guesses. `take` gives, once they will be computed, their
+    tokens, the first one's coordinate and the states [rows, h] that they are fed, of how many there are and how many
+    its cache holds."""
+
+    sequence: Sequence
+    num_rows: int
+    depth: int
+    take: Callable[[int, int], tuple[Many[int], int, Tensor]]
+
+
 def must_catch_up(sequence: Sequence, num_waiting: int) -> bool:
     """Whether a sequence that does not draft now must still compute its rows: in prefill, so that a checkpoint has
     them, and after a long wait."""
@@ -60,6 +72,7 @@ class ChainRunner:
     def __init__(self, model: ChainModel, store: CacheStore, vocab_size: int):
         self._model, self._store, self._vocab_size = model, store, vocab_size
         self._guessing = model if isinstance(model, Guessing) else None
+        self._is_recurrent = any(isinstance(spec, RecurrentSpec) for spec in store.specs)
         self._context = None if self._guessing is None else ContextTokens.of(self._guessing)
 
     def retire(self, sequence: Sequence) -> None:
@@ -87,10 +100,13 @@ class ChainRunner:
         """Catch up with what was committed; parts with a scored row begin a chain."""
         if not parts:
             return []
-        batch, hidden = self.forward(parts, inputs)
-        owners = [wanted[part.sequence] for part in batch.parts if part.num_scored]
-        last = hidden[batch.scored]
-        return [Chain(one.sequence, one.depth, last[i : i + 1]) for i, one in enumerate(owners)]
+        chains = []
+        for run in tiled([0 if part.chunk else part.num_rows for part in parts]):
+            batch, hidden = self.forward(parts[run], inputs)
+            owners = [wanted[part.sequence] for part in batch.parts if part.num_scored]
+            last = hidden[batch.scored]
+            chains += [Chain(one.sequence, one.depth, last[i : i + 1]) for i, one in enumerate(owners)]
+        return chains
 
     def grow(self, chains: Many[Chain], next_part: Callable[[Chain], Part], inputs: InputSpec) -> None:
         """Guesses from the last rows, and deeper ones from a row more per sequence and depth."""
@@ -112,7 +128,7 @@ class ChainRunner:
             plan = None
             if self._guessing is not None and all(chain.sequence.picks_plainly for chain in alive):
                 plan = self._guessing.plans.chain(len(alive), self._guessing, MAX_DEPTH)
-            if plan is None or any(self._store[chain.sequence.id].recurrent for chain in alive):
+            if plan is None or self._is_recurrent:
                 return
             depth = min(chain.depth - len(chain.tokens) for chain in alive)
             num_rows = depth - (not alive[0].tokens)
@@ -126,29 +142,28 @@ class ChainRunner:
                 chain.hidden = hidden[i : i + 1]
                 self._store.commit(chain.sequence.id, num_rows, tuple((guess.position + num_rows - 1).tolist()))
 
-    def run_of(
-        self, sequence: Sequence, num_rows: int
-    ) -> Callable[[Many[int], int, Tensor, int], tuple[int, ...]] | None:
-        """What catches up with `num_rows` rows of one sequence and guesses, in native calls without a batch: a function
-        of the rows' tokens, the first one's coordinate, the states [rows, h] that they carry, and the depth. None where
-        rows of that number are not recorded or more than temperature decides a pick."""
-        cache, model = self._store[sequence.id], self._guessing
-        if model is None or cache.recurrent or not sequence.picks_plainly:
+    def guess_at_once(self, owing: Many[Owing]) -> dict[int, tuple[int, ...]] | None:
+        """Catch up with rows of a few sequences that pick plainly and guess for all of them, in native calls without a
+        batch, as deep as the deepest; None where rows of these numbers are not recorded, and nothing has happened
+        then."""
+        model = self._guessing
+        if model is None or self._is_recurrent:
             return None
-        plan = model.plans.catch_up(num_rows, model, MAX_DEPTH)
+        plan = model.plans.catch_up([one.num_rows for one in owing], model, MAX_DEPTH)
         if plan is None:
             return None
-
-        def run(tokens: Many[int], coordinate: int, states: Tensor, depth: int) -> tuple[int, ...]:
-            params = sequence.request.sampling
-            self._store.reserve(sequence.id, num_rows + depth - 1)
+        rows, deepest = [], max([one.depth for one in owing])
+        for one in owing:
+            sequence, params = one.sequence, one.sequence.request.sampling
+            cache = self._store[sequence.id]
+            self._store.reserve(sequence.id, one.num_rows + deepest - 1)
+            tokens, coordinate, states = one.take(one.num_rows, cache.rows)
             number, own = len(sequence.generated), self.own_tokens(sequence)
-            guesses = plan.run(cache, tokens, coordinate, states, depth, params.temperature, params.seed, number, own)
-            last = (coordinate + num_rows - 1,) * plan.axes
-            self._store.commit(sequence.id, num_rows, last)
-            return guesses
-
-        return run
+            rows.append(Owed(cache, tokens, coordinate, states, params.temperature, params.seed, number, own))
+        found = plan.run(rows, deepest)
+        for one, row in zip(owing, rows, strict=True):
+            self._store.commit(one.sequence.id, one.num_rows, (row.coordinate + one.num_rows - 1,) * plan.axes)
+        return {one.sequence.id: tuple(own[: one.depth]) for one, own in zip(owing, found, strict=True)}
 
     def _start(self, chain: Chain, position: np.ndarray) -> Guess:
         params, sequence = chain.sequence.request.sampling, chain.sequence

@@ -73,7 +73,10 @@ class Lane:
 
     def due(self) -> Tensor:
         """Take the states of rows [first, ready)."""
-        count, states = max(self.ready - self.first, 0), self.rest()
+        return self._taken(max(self.ready - self.first, 0))
+
+    def _taken(self, count: int) -> Tensor:
+        states = self.rest()
         self.drop(count)
         return states if count == states.shape[0] else states[:count]
 
@@ -87,6 +90,12 @@ class Lane:
         self._begin = self._end = 0
         if from_lent:
             self._lent = self._lent[from_lent:] if from_lent < self._lent.shape[0] else self._none
+
+    def take(self, num_rows: int, draft_row: int) -> tuple[list[int], int, Tensor]:
+        """Take the states of the next rows, all behind the prompt and below `ready`, of which the first will be
+        `draft_row`; -> their tokens, the first one's coordinate and the states."""
+        at = self.first + self.map.shift - self.sequence.num_prompt
+        return self.sequence.generated[at : at + num_rows], self.map.coordinate(draft_row), self._taken(num_rows)
 
     def rest(self) -> Tensor:
         """All states that wait [num_waiting, width]."""

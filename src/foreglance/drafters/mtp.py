@@ -15,7 +15,7 @@ import torch
 from foreglance.batch import TILE, Part
 from foreglance.cache.prefix import Hit, Memory
 from foreglance.drafters.base import Settled
-from foreglance.drafters.chains import Chain, ChainRunner, must_catch_up
+from foreglance.drafters.chains import Chain, ChainRunner, Owing, must_catch_up
 from foreglance.drafters.lanes import Lane, Lanes, inputs_of, memory_key, memory_keys, remember
 from foreglance.drafters.rows import RowMap
 from foreglance.models.base import DraftHead
@@ -65,12 +65,32 @@ class MtpDrafter:
     def _guesses(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
         # 2. who must catch up now: those that draft, those in prefill, and those that waited long
         due = [one for one in settled if one.depth or self._must_catch_up(one.sequence)]
-        if not due:
-            return {}
-        if len(due) == 1 and (tokens := self._at_once(due[0])) is not None:
-            return {due[0].sequence.id: tokens}
+        owing = [found for one in due if (found := self._owing(one)) is not None]
+        guesses = self._at_once(owing)
+        if len(guesses) == len(due):
+            return guesses
+        # who cannot be served so yet computes as many rows as are recorded then
+        names = {one.sequence.id for one in owing}
+        first = [] if guesses else [one for one in due if one.sequence.id in names]
+        for group in (first, [one for one in due if one.sequence.id not in names]):
+            guesses |= self._in_batches(group) if group else {}
+        return guesses
+
+    def _owing(self, one: Settled) -> Owing | None:
+        """None for who is not behind its prompt, or does not pick plainly, or has nothing to guess from."""
+        sequence, lane = one.sequence, self._lanes[one.sequence]
+        num_rows = lane.ready - lane.first
+        if not one.depth or not sequence.picks_plainly or not 0 < num_rows <= TILE:
+            return None
+        return Owing(sequence, num_rows, one.depth, lane.take) if lane.map.is_behind_the_prompt(lane.first) else None
+
+    def _at_once(self, owing: Many[Owing]) -> dict[int, tuple[int, ...]]:
+        """Steps 3 and 4 in native calls; of nobody if that cannot be done."""
+        return (self._runner.guess_at_once(owing) if owing else None) or {}
+
+    def _in_batches(self, due: Many[Settled]) -> dict[int, tuple[int, ...]]:
         inputs = inputs_of(self._head, [one.sequence for one in due])
-        # 3. catch up in one batch
+        # 3. catch up, a tile of few rows at a time
         parts = [self._due_part(self._lanes[one.sequence], one.depth) for one in due]
         wanted = {one.sequence.id: one for one in due}
         chains = self._runner.begin([part for part in parts if part is not None], wanted, inputs)
@@ -81,21 +101,6 @@ class MtpDrafter:
         for sequence, mark in marks.items():
             self._store.restore(sequence, mark)
         return {chain.sequence.id: tuple(chain.tokens) for chain in chains}
-
-    def _at_once(self, one: Settled) -> tuple[int, ...] | None:
-        """Steps 3 and 4 of a single sequence behind its prompt in one go; None if that cannot be done, and nothing has
-        happened then."""
-        sequence, lane = one.sequence, self._lanes[one.sequence]
-        first, ready = lane.first, lane.ready
-        if not one.depth or not lane.map.is_behind_the_prompt(first) or not 0 < ready - first <= TILE:
-            return None
-        draft_row = self._store[sequence.id].rows
-        ahead = lane.map.shift - sequence.num_prompt
-        run = self._runner.run_of(sequence, ready - first)
-        if run is None:
-            return None
-        tokens = sequence.generated[first + ahead : ready + ahead]
-        return run(tokens, lane.map.coordinate(draft_row), lane.due(), one.depth)
 
     def _must_catch_up(self, sequence: Sequence) -> bool:
         return must_catch_up(sequence, self._lanes[sequence].num_waiting)

@@ -114,18 +114,19 @@ class Plan:
         self.output: Tensor | None = None
         self.lines = Lines([])
         self.ids, self.coords = self.token_ids.numpy(), self.positions.numpy()
+        self.cells = memoryview(self.table)
+        self._id_cells, self.axes = memoryview(self.ids), [memoryview(axis) for axis in self.coords]
         self.hidden_address = 0 if self.hidden is None else self.hidden.data_ptr()
 
     def place(self, tokens: Sequence[int], coordinate: int, holder: Holder, behind: int = 0) -> None:
         """Rows of one sequence behind those of `holder` and `behind` more, the first at `coordinate` on every axis;
         `tokens` are the inputs of the first of them."""
-        ids, table = memoryview(self.ids), memoryview(self.table)
+        ids, table = self._id_cells, self.cells
         for row, token in enumerate(tokens):
             ids[row] = token
-        for axis in self.coords:
-            own = memoryview(axis)
-            for row in range(len(own)):
-                own[row] = coordinate + row
+        for axis in self.axes:
+            for row in range(len(axis)):
+                axis[row] = coordinate + row
         table[0], table[1], table[2], table[3], table[4] = 1, 0, len(ids), holder.rows + behind, holder.addresses
 
     def load(self, batch: Batch, caches: Caches) -> None:
@@ -142,6 +143,24 @@ class Plan:
             before = holder.rows + holder.provisional - num_rows
             table[at : at + PART_CELLS] = start, num_rows, before, holder.addresses
             at += PART_CELLS
+
+    def load_rows(self, rows: Sequence[Owed]) -> list[int]:
+        """Put rows of sequences into the buffers; -> the place of each one's last row."""
+        ids, axes, table = self._id_cells, self.axes, self.cells
+        table[0], place, part, to, lasts = len(rows), 0, 1, self.hidden_address, []
+        for holder, tokens, coordinate, states, *_ in rows:
+            table[part], table[part + 1] = place, len(tokens)
+            table[part + 2], table[part + 3] = holder.rows, holder.addresses
+            part += PART_CELLS
+            for number, token in enumerate(tokens):
+                ids[place] = token
+                for axis in axes:
+                    axis[place] = coordinate + number
+                place += 1
+            move_rows(states, to)
+            to += 4 * states.shape[0] * states.shape[1]
+            lasts.append(place - 1)
+        return lasts
 
     def bound(self, batch: Batch, few: Few) -> Batch:
         """The batch on this plan's buffers."""
@@ -163,6 +182,21 @@ class Guess:
     position: np.ndarray
     hidden: Tensor
     token: int | None
+    temperature: float
+    seed: int
+    index: int
+    own: Gathered | None = None
+
+
+class Owed(NamedTuple):
+    """Rows of a sequence behind its prompt that a draft head lacks: where they will lie, their tokens, the coordinate
+    of the first one on every axis, the states [rows, h] that they are fed; and how guesses from the last of them are
+    picked, as in `Guess`."""
+
+    holder: Holder
+    tokens: Sequence[int]
+    coordinate: int
+    states: Tensor
     temperature: float
     seed: int
     index: int
@@ -206,7 +240,9 @@ class ChainPlan:
         self._picks = np.zeros((deepest, n), np.int64)
         self._cells = np.zeros(1 + 3 * n, np.int64)
         self._floats = self._cells.view(np.float64)
+        self._pick_cells, self._temperatures = memoryview(self._cells), memoryview(self._floats)
         self._own, onward = owned(head, n), Record()
+        self.states = torch.empty(plan.hidden.shape)  # where those are collected that `guess` begins with
         with recording(onward, ops):
             ops.copied(plan.output, plan.hidden)
             ops.advance(self._cells, Few((), plan.table), plan.positions)
@@ -238,29 +274,26 @@ class ChainPlan:
         self._ops.run(self._grow, depth - first)
         return self._picks[:depth].copy(), plan.hidden.clone()
 
-    def guess(
-        self,
-        depth: int,
-        row: int,
-        addresses: int,
-        coordinate: int,
-        temperature: float,
-        seed: int,
-        index: int,
-        own: Gathered | None,
-    ) -> tuple[int, ...]:
-        """Guesses of one sequence from the state that lies in the plan's buffer; its next row is `row`."""
-        self.plan.coords[:] = coordinate
-        self.plan.table[:5] = 1, 0, 1, row, addresses
-        self._cells[:] = 0, 0, signed(seed), index
-        self._floats[1] = temperature
-        if self._own is not None:
-            self._own.set(0, own)
+    def guess(self, rows: Sequence[Owed], depth: int) -> list[list[int]]:
+        """-> `depth` guesses behind each of these rows, from the states that lie in the plan's buffer."""
+        cells, temperatures, table, part, pick = self._pick_cells, self._temperatures, self.plan.cells, 1, 1
+        cells[0], table[0] = 0, len(rows)
+        for row, (holder, tokens, coordinate, _, temperature, seed, index, own) in enumerate(rows):
+            count = len(tokens)
+            for axis in self.plan.axes:
+                axis[row] = coordinate + count
+            table[part], table[part + 1] = row, 1
+            table[part + 2], table[part + 3] = holder.rows + count, holder.addresses
+            temperatures[pick], cells[pick + 1], cells[pick + 2] = temperature, signed(seed), index
+            part += PART_CELLS
+            pick += 3
+            if self._own is not None:
+                self._own.set(row, own)
         self._ops.run(self._pick)
-        self._cells[0] = 1
+        cells[0] = 1
         if depth > 1:
             self._ops.run(self._grow, depth - 1)
-        return tuple(self._picks[:depth, 0].tolist())
+        return self._picks[:depth].T.tolist()
 
 
 def signed(seed: int) -> int:
@@ -269,39 +302,27 @@ def signed(seed: int) -> int:
 
 
 class CatchUpPlan:
-    """Rows of one sequence through a draft head, and its guesses from the last of them."""
+    """Rows of a few sequences through a draft head, a tile of them at a time, and guesses from the last row of each.
+    `tiles`: a plan for each tile, and how many sequences it takes."""
 
-    def __init__(self, ops: NativeOps, plan: Plan, chain: ChainPlan):
-        assert plan.output is not None and chain.plan.hidden is not None
-        self._ops, self._plan, self._chain, self.axes = ops, plan, chain, len(plan.coords)
-        self._steps = np.arange(len(plan.ids))
-        copied = Record()
-        with recording(copied, ops):
-            ops.copied(plan.output[-1:], chain.plan.hidden)
-        self.lines = Lines([*plan.record.calls, *copied.calls], "catching up", len(plan.ids))
+    def __init__(self, ops: NativeOps, tiles: Sequence[tuple[Plan, int]], chain: ChainPlan):
+        self._ops, self._tiles, self._chain, self.axes = ops, tiles, chain, len(chain.plan.coords)
 
-    def run(
-        self,
-        holder: Holder,
-        tokens: Sequence[int],
-        coordinate: int,
-        states: Tensor,
-        depth: int,
-        temperature: float,
-        seed: int,
-        index: int,
-        own: Gathered | None,
-    ) -> tuple[int, ...]:
-        """`coordinate` is that of the first row on every axis; `index` the number of the first guess; `own` as in
-        `Guess`."""
-        plan, chain, n = self._plan, self._chain, len(tokens)
-        assert plan.hidden is not None
-        plan.ids[:] = tokens
-        plan.coords[:] = self._steps + coordinate
-        plan.hidden.copy_(states)
-        plan.table[:5] = 1, 0, n, holder.rows, holder.addresses
-        self._ops.run(self.lines)
-        return chain.guess(depth, holder.rows + n, holder.addresses, coordinate + n, temperature, seed, index, own)
+    def run(self, rows: Sequence[Owed], depth: int) -> list[list[int]]:
+        """-> `depth` guesses of each. Nothing is committed."""
+        chain, first = self._chain, 0
+        to, size = chain.states.data_ptr(), 4 * chain.states.shape[1]
+        for plan, count in self._tiles:
+            assert plan.output is not None
+            lasts = plan.load_rows(rows[first : first + count])
+            self._ops.run(plan.lines)
+            made = plan.output.data_ptr()
+            for last in lasts:
+                ctypes.memmove(to, made + size * last, size)
+                to += size
+            first += count
+        ctypes.memmove(chain.plan.hidden_address, chain.states.data_ptr(), size * len(rows))
+        return chain.guess(rows, depth)
 
 
 @runtime_checkable
@@ -399,6 +420,19 @@ def move_rows(states: Tensor, address: int) -> None:
     ctypes.memmove(address, states.contiguous().data_ptr(), 4 * states.shape[0] * states.shape[1])
 
 
+def tiled(counts: Sequence[int]) -> list[slice]:
+    """Runs of sequences whose rows together fit a tile, each as long as it can be."""
+    if sum(counts) <= TILE:
+        return [slice(0, len(counts))]
+    runs, start, total = [], 0, 0
+    for at, count in enumerate(counts):
+        if total and total + count > TILE:
+            runs.append(slice(start, at))
+            start, total = at, 0
+        total += count
+    return [*runs, slice(start, len(counts))]
+
+
 class Plans:
     """A family's forward, recorded where that can be done. `read_as`: tokens that it takes for others; who calls it has
     put those in their place."""
@@ -409,7 +443,6 @@ class Plans:
         self._forward = forward
         self._plans: dict[int, Plan] = {}
         self._chains: dict[int, ChainPlan | None] = {}
-        self._catch_ups: dict[int, CatchUpPlan] = {}
         self._met: set[int] = set()
         self.refused: str | None = None  # what the forward computes that no kernel does
 
@@ -444,17 +477,19 @@ class Plans:
         """All recorded calls: of forwards, and of guesses with them."""
         yield from (plan.lines for plan in self._plans.values())
         yield from (lines for chain in self._chains.values() if chain is not None for lines in chain.recorded)
-        yield from (plan.lines for plan in self._catch_ups.values())
 
-    def catch_up(self, num_rows: int, head: Guessing, deepest: int) -> CatchUpPlan | None:
-        """The plan of `num_rows` rows of one sequence and guesses from the last; None as long as a part of it is not
+    def catch_up(self, counts: Sequence[int], head: Guessing, deepest: int) -> CatchUpPlan | None:
+        """The plan of so many rows of each sequence and guesses from the last; None as long as a part of it is not
         recorded."""
-        if num_rows not in self._catch_ups:
-            plan, chain = self._plans.get(num_rows), self.chain(1, head, deepest)
-            if plan is None or chain is None or self.ops is None:
+        chain, tiles = self.chain(len(counts), head, deepest), []
+        if chain is None or self.ops is None:
+            return None
+        for part in tiled(counts):
+            plan = self._plans.get(sum(counts[part]))
+            if plan is None:
                 return None
-            self._catch_ups[num_rows] = CatchUpPlan(self.ops, plan, chain)
-        return self._catch_ups[num_rows]
+            tiles.append((plan, part.stop - part.start))
+        return CatchUpPlan(self.ops, tiles, chain)
 
     def chain(self, num_rows: int, head: Guessing, deepest: int) -> ChainPlan | None:
         """The plan of guesses for `num_rows` sequences; None while their forward is not recorded, or if logits cannot
