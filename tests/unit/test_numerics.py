@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from foreglance.batch import TILE
-from foreglance.ops import numerics
+from foreglance.ops import native, numerics, sources
 from foreglance.ops.linear import PATHS, LinearPath
 from foreglance.ops.native import NativeOps
 from foreglance.ops.torch_ops import TorchOps
@@ -68,11 +68,26 @@ def test_a_kernel_that_is_missing_is_refused_and_not_an_error():
 
 
 def test_without_compiled_kernels_the_report_says_what_is_lost(monkeypatch):
-    monkeypatch.setattr(numerics, "native_module", lambda: None)
+    monkeypatch.setattr(native, "_native", None)
     ops, report = numerics.choose("q8", SHAPES, WIDTHS)
     assert not isinstance(ops, NativeOps) and "without a compiler" in str(report)
+    monkeypatch.setattr(native, "is_outdated", True)
+    assert "install again" in str(numerics.choose("q8", SHAPES, WIDTHS)[1])
     monkeypatch.undo()
-    assert "without a compiler" not in str(numerics.choose("q8", SHAPES, WIDTHS)[1])
+    assert "install again" not in str(numerics.choose("q8", SHAPES, WIDTHS)[1])
+
+
+@pytest.mark.skipif(native.native_module() is None, reason="the package was installed without a compiler")
+def test_kernels_of_other_sources_are_told_by_their_digest(tmp_path):
+    """An extension that an older version left computed wrong values without a word."""
+    assert native.native_module().sources == sources.digest()
+    assert sources.digest(tmp_path) is None
+    for file in sources.FOLDER.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert sources.digest(tmp_path) == sources.digest()
+    with (tmp_path / "kernels.h").open("a") as kernels:
+        kernels.write("\n")
+    assert sources.digest(tmp_path) != sources.digest()
 
 
 def test_the_last_path_passes_by_construction():

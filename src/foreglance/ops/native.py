@@ -21,11 +21,18 @@ from torch import Tensor
 from foreglance.batch import Few
 from foreglance.ops.base import Blocks, DeltaShape, Gate, Scoring
 from foreglance.ops.formats import BLOCK, GROUP, HALF_MAX, Quantised, blocked, blocked_groups, quantise
+from foreglance.ops.sources import digest
 from foreglance.ops.torch_ops import TorchOps
+
+NOT_COMPILED = "installed without a compiler, so torch's kernels, which are slower: install again where gcc or clang is"
+OUTDATED = "the compiled kernels are of other sources than these, so torch's kernels, which are slower: install again"
 
 try:
     from foreglance.ops import _native
-except ImportError:  # installed without a compiler
+except ImportError:
+    _native = None
+is_outdated = _native is not None and digest() not in (None, vars(_native).get("sources"))
+if is_outdated:
     _native = None
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -34,8 +41,15 @@ FORMAT_NUMBERS = {"fp32": 0, "fp16": 1, "q8": 2, "q4": 3}
 
 
 def native_module() -> ModuleType | None:
-    """The compiled kernels; None where they are missing."""
+    """The compiled kernels; None where they are missing, or were compiled from other sources than those beside them."""
     return _native
+
+
+def missing() -> str | None:
+    """Why there are no compiled kernels, in words."""
+    if _native is not None:
+        return None
+    return OUTDATED if is_outdated else NOT_COMPILED
 
 
 class Lines:

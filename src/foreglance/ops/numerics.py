@@ -16,10 +16,9 @@ from torch import Tensor
 
 from foreglance.batch import TILE
 from foreglance.ops.linear import PATHS, LinearPath
-from foreglance.ops.native import NativeOps, native_module
+from foreglance.ops.native import NativeOps, missing, native_module
 from foreglance.ops.torch_ops import TorchOps
 
-NOT_COMPILED = "installed without a compiler, so torch's kernels, which are slower: install again where gcc or clang is"
 SWITCH = "FOREGLANCE_KERNELS"  # environment variable: "torch" leaves the native kernels aside
 MAX_TEST_ROWS = 8192  # output rows of a weight that the test multiplies
 
@@ -33,7 +32,7 @@ class SelfTest:
     rows_alone: bool
     threads: int
     refused: tuple[str, ...]
-    compiled: bool = True  # whether the package has its native kernels
+    missing: str | None = None  # why the package has no native kernels
 
     def __str__(self) -> str:
         text = f"{self.weights} weights through {self.linear}"
@@ -41,7 +40,7 @@ class SelfTest:
             text += ", row operations one row at a time"
         text += f" ({self.threads} thread{'s' if self.threads > 1 else ''}; same bits in batches of 1 to {TILE})"
         text += f"; refused here: {', '.join(self.refused)}" if self.refused else ""
-        return text if self.compiled else f"{text}; {NOT_COMPILED}"
+        return text if self.missing is None else f"{text}; {self.missing}"
 
 
 def kernels_are_native() -> bool:
@@ -85,8 +84,7 @@ def choose(
     else:
         path = candidates[-1]
     rows_alone = not rows_and_experts_are_exact(TorchOps(path))
-    compiled = native_module() is not None
-    report = SelfTest(weights, path.name, rows_alone, torch.get_num_threads(), tuple(refused), compiled)
+    report = SelfTest(weights, path.name, rows_alone, torch.get_num_threads(), tuple(refused), missing())
     return TorchOps(path, rows_alone), report
 
 

@@ -314,6 +314,9 @@ PyMODINIT_FUNC PyInit__native(void) {
     PyObject *self = PyModule_Create(&module);
     if (!self) return 0;
     isa = usable()[0];
+#ifdef FG_SOURCES
+    PyModule_AddStringConstant(self, "sources", FG_SOURCES); /* ops/sources.py */
+#endif
 #define X(number, name) PyModule_AddIntConstant(self, #name, number);
     KERNELS(X)
 #undef X
