@@ -229,7 +229,9 @@ class Engine:
 
     def add_rows(self, request: Request, rows: Rows) -> str:
         """Queue a request whose prompt is already rows."""
-        if not 0 < len(rows) < self.context:
+        if not len(rows):
+            raise RequestError("the prompt is empty", param="prompt")
+        if len(rows) >= self.context:
             raise RequestError(
                 f"the prompt has {len(rows)} rows ({rows.num_image_rows} of them image rows), the context holds "
                 f"{self.context} and at least one must be left for the answer",
@@ -287,11 +289,15 @@ class Engine:
                 else f"the checkpoint of {self.target.spec.name} has no such head"
             )
             raise RequestError(
-                f'draft {wanted!r} was asked for, but {lacking}; use "ngram" or "none"',
+                f"draft {wanted!r} was asked for, but {lacking}; use {self._drafts_there()}",
                 param="draft",
                 code="draft_unavailable",
             )
         return self._drafters[wanted], DraftReport(wanted, depth if off is None else 0, images, off)
+
+    def _drafts_there(self) -> str:
+        *others, last = (f'"{kind}"' for kind in ("auto", *self._drafters))
+        return f"{', '.join(others)} or {last}"
 
     def cancel(self, request_id: str) -> bool:
         """End a request between two steps and give everything back; False if it is not known or has ended."""

@@ -67,13 +67,9 @@ class Drafter(Protocol):
         ...
 
 
-class NoDraft:
-    """Drafts off."""
+class Stateless:
+    """What drafters share that keep nothing of a sequence."""
 
-    kind = "none"
-    wants_hidden = False
-    reads_target = False
-    max_depth = 0
     stores: tuple[CacheStore, ...] = ()
     keys: tuple[str, ...] = ()
 
@@ -83,14 +79,23 @@ class NoDraft:
     def admit(self, sequence: Sequence, hit: Hit | None) -> None:
         pass
 
-    def propose(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
-        return {}
-
     def remember(self, sequence: Sequence) -> Memory:
         return Memory()
 
     def retire(self, sequence: Sequence) -> None:
         pass
+
+
+class NoDraft(Stateless):
+    """Drafts off."""
+
+    kind = "none"
+    wants_hidden = False
+    reads_target = False
+    max_depth = 0
+
+    def propose(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
+        return {}
 
 
 def check_pair(target: ModelSpec, head: HeadSpec) -> None:

@@ -9,9 +9,7 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from foreglance.cache.prefix import Hit, Memory
-from foreglance.cache.store import CacheStore
-from foreglance.drafters.base import Settled
+from foreglance.drafters.base import Settled, Stateless
 from foreglance.request import MAX_DEPTH
 from foreglance.sequence import Sequence
 
@@ -20,31 +18,17 @@ SHORTEST = 2
 IMAGE = -1
 
 
-class NgramDrafter:
+class NgramDrafter(Stateless):
     """Looks up the latest earlier occurrence of the last `LONGEST` to `SHORTEST` tokens."""
 
     kind = "ngram"
     wants_hidden = False
     reads_target = False
     max_depth = MAX_DEPTH
-    stores: tuple[CacheStore, ...] = ()
-    keys: tuple[str, ...] = ()
-
-    def key(self, sequence: Sequence) -> str | None:
-        return None
-
-    def admit(self, sequence: Sequence, hit: Hit | None) -> None:
-        pass
 
     def propose(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
         wanted = [one for one in settled if one.depth and not one.sequence.in_prefill]
         return {one.sequence.id: look_up(history(one.sequence), one.depth) for one in wanted}
-
-    def remember(self, sequence: Sequence) -> Memory:
-        return Memory()
-
-    def retire(self, sequence: Sequence) -> None:
-        pass
 
 
 def history(sequence: Sequence) -> np.ndarray:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from foreglance.cache.kv import KV
-from foreglance.cache.prefix import Hit, Memory
+from foreglance.cache.prefix import Hit
 from foreglance.cache.store import CacheStore, SequenceCache
-from foreglance.drafters.base import Settled
+from foreglance.drafters.base import Settled, Stateless
 from foreglance.drafters.chains import Chain, extend
 from foreglance.models.plans import Reading, ReadingAtOnce
 from foreglance.models.reading import Lent, Reader
@@ -24,31 +24,20 @@ from foreglance.request import MAX_DEPTH
 from foreglance.sequence import Sequence
 
 
-class SharedCacheDrafter:
+class SharedCacheDrafter(Stateless):
     """A `Reader` as a drafter, one batch for all sequences."""
 
     kind = "assistant"
     wants_hidden = True
     reads_target = True
     max_depth = MAX_DEPTH
-    stores: tuple[CacheStore, ...] = ()
-    keys: tuple[str, ...] = ()
 
     def __init__(self, reader: Reader, target_store: CacheStore):
         self._reader, self._target_store = reader, target_store
         self._reading = reader if isinstance(reader, ReadingAtOnce) else None
 
-    def key(self, sequence: Sequence) -> str | None:
-        return None
-
     def admit(self, sequence: Sequence, hit: Hit | None) -> None:
         sequence.report = replace(sequence.report, model=self._reader.spec.name)
-
-    def remember(self, sequence: Sequence) -> Memory:
-        return Memory()
-
-    def retire(self, sequence: Sequence) -> None:
-        pass
 
     def propose(self, settled: Many[Settled]) -> dict[int, tuple[int, ...]]:
         # 1. who guesses, each from the target's state of its last verified row
