@@ -189,7 +189,7 @@ def test_guesses_behind_a_picture_stand_about_as_often_as_in_text(name):
         timings = [result.timings for result in run(engine_of(name), *requests)]
         return sum(t.accepted[0] for t in timings) / sum(t.drafted[0] for t in timings)
 
-    seen = first_guesses([ask("Describe the image.", [scene(n)], max_tokens=32) for n in range(8, 11)])
+    seen = first_guesses([ask("Describe the image.", [scene(n)], max_tokens=32) for n in range(8, 20)])
     told = first_guesses([talk(case.messages, max_tokens=24) for case in text_cases(6)])
     assert seen >= 0.8 * told
 

@@ -71,7 +71,7 @@ def test_a_head_that_reads_states_is_right_only_with_the_state_of_the_right_row(
     ("more", "words"),
     (
         (("--shape", "huge"), "qwen3.5-0.8b"),
-        (("--acceptance", 1.5), "between 0 and 1"),
+        (("--acceptance", 1.5), "less than or equal to 1"),
         (("--reads", "mind"), "embedding or hidden"),
     ),
 )
