@@ -55,7 +55,7 @@ BEST_DRAFTS = ("model", "assistant", "mtp")  # what "auto" takes, the first that
 # Drafts tried at load: answers of so many tokens, a warning after so many rounds, over in any case after so many
 # seconds. From deep to shallow, so that a drafter has no rows to catch up with but the last round's.
 TRIAL_PROMPT, TRIAL_TOKENS, TRIAL_ROUNDS, TRIAL_SECONDS = "Hello! Who are you?", 40, 24, 3.0
-TRIAL_DEPTHS = (8, 8, 5, 3, 2, 1, 0) * 12
+TRIAL_DEPTHS = (8, 8, 5, 3, 2, 1, 0, 0, 0) * 12
 TRIAL_PREFIX_BYTES = 1 << 28  # the prompt is computed once
 
 

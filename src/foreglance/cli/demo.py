@@ -30,10 +30,15 @@ from foreglance.cli.show import (
 )
 from foreglance.request import Request, Result, Speculation
 
-DEPTH = "4"  # fixed, so that the few short runs below compare one setting; elsewhere the default finds its depth
+DEPTH = "3"  # fixed, so that the few short runs below compare one setting; elsewhere the default finds its depth
 PAIRS, MOST_PAIRS = 5, 41  # measured runs of each kind: more where they are short
 MEASURED_SECONDS = 2.0  # what short runs may take together
 QUIET_SECONDS = 3.0  # longer measurements show a progress bar
+SMALL_GAIN = 1.3
+WHY_SMALL = (
+    "A model this small lies in the processor's caches, where a row more costs nearly as much as a step, so guesses "
+    "gain little. On the shape of Qwen3.5-0.8B four rows cost 1.1 steps: docs/speed.md has the figures."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +96,9 @@ def _demo(options: DemoOptions) -> None:
     if options.json:
         print_json(_numbers(measured, engine.target.spec.name))
     else:
-        _show(measured)
+        from foreglance.models.weights import embedded_models
+
+        _show(measured, options.model in embedded_models())
     if not measured.identical:
         to_stderr("the token ids with and without drafts differ: this must never happen, please report it", "red")
         raise typer.Exit(1)
@@ -167,7 +174,7 @@ def _numbers(measured: Measured, model: str) -> dict:
     }
 
 
-def _show(measured: Measured) -> None:
+def _show(measured: Measured, is_embedded: bool) -> None:
     on = measured.on
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_row("depth of drafts", str(on.draft.depth))
@@ -183,3 +190,5 @@ def _show(measured: Measured) -> None:
     if on.draft.off_because is not None:
         table.add_row("drafts ended", on.draft.off_because)
     to_stdout().print("", table)
+    if is_embedded and on.timings.acceptance and measured.speedup is not None and measured.speedup < SMALL_GAIN:
+        to_stdout().print(f"[dim]{WHY_SMALL}[/dim]")
