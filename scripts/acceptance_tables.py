@@ -20,11 +20,11 @@ DEPTHS = "1,2,3,4,5,6,auto"
 DEEPEST = 6
 HEADS = "acceptance --prompts 100 --depths 1 --temperatures 0 --kinds image --policies see,placeholder,skip"
 RUNS = {  # options of `foreglance bench ...` by the name of the file that holds what it said
-    "image": f"acceptance --prompts 100 --depths {DEPTHS} --kinds image --figure docs",
-    "text": f"acceptance --prompts 40 --depths {DEPTHS} --kinds text",
-    "tiny-step": f"acceptance --model tiny-step --prompts 60 --depths {DEPTHS}",
-    "tiny-gemma": f"acceptance --model tiny-gemma --prompts 60 --depths {DEPTHS}",
-    "tiny-text": f"acceptance --draft tiny-text --prompts 30 --depths {DEPTHS}",
+    "image": f"acceptance --weights q8 --prompts 100 --depths {DEPTHS} --kinds image --figure docs",
+    "text": f"acceptance --weights q8 --prompts 40 --depths {DEPTHS} --kinds text",
+    "tiny-step": f"acceptance --weights q8 --model tiny-step --prompts 60 --depths {DEPTHS}",
+    "tiny-gemma": f"acceptance --weights q8 --model tiny-gemma --prompts 60 --depths {DEPTHS}",
+    "tiny-text": f"acceptance --weights q8 --draft tiny-text --prompts 30 --depths {DEPTHS}",
     "tiny-qwen-own": HEADS,
     "tiny-qwen-control": f"{HEADS} --head tests/data/tiny-qwen-skip-head.safetensors",
     "tiny-step-own": f"{HEADS} --model tiny-step",
