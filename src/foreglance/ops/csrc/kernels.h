@@ -180,20 +180,22 @@ INLINE vf load_half(const uint16_t *p) {
 #endif
 }
 
-/* exp by x = n ln 2 + r and a polynomial in r (coefficients of Cephes' expf), within 2 ulp. */
+/* exp by x = n ln 2 + r and a polynomial in r (coefficients of Cephes' expf), within 2 ulp: y = exp(r). */
+#define EXP_PARTS(type, x)                                                                                             \
+    type n = ((x) * 1.44269504f + 12582912.0f) - 12582912.0f;                                                          \
+    type r = (x) - n * 0.693359375f;                                                                                   \
+    r = r - n * -2.12194440e-4f;                                                                                       \
+    type y = r * 1.9875691500e-4f + 1.3981999507e-3f;                                                                  \
+    y = y * r + 8.3334519073e-3f;                                                                                      \
+    y = y * r + 4.1665795894e-2f;                                                                                      \
+    y = y * r + 1.6666665459e-1f;                                                                                      \
+    y = y * r + 5.0000001201e-1f;                                                                                      \
+    y = y * r * r + r + 1.0f;
+
 INLINE float exp_(float x) {
     x = x > 88.0f ? 88.0f : x;
     x = x < -87.0f ? -87.0f : x;
-    float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
-    float r = x - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
-    float y = 1.9875691500e-4f;
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
+    EXP_PARTS(float, x)
     union {
         int32_t i;
         float f;
@@ -205,16 +207,7 @@ INLINE float exp_(float x) {
 /* The same of vectors, for x up to 0. */
 INLINE vf exps(vf x) {
     x = larger(x, splat(-87.0f));
-    vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
-    vf r = x - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
-    vf y = splat(1.9875691500e-4f);
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
+    EXP_PARTS(vf, x)
     return y * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
 }
 
