@@ -160,6 +160,9 @@ class ChainDrafter:
             return None
         if any([must_catch_up(sequence, lane.num_waiting) for lane in lanes[len(used) :]]):
             return None
+        waiting = [lane.num_waiting for lane in lanes[: len(used)]]
+        if waiting != [after - before for before, after in zip((0, *counts), counts, strict=False)]:
+            return None  # rows that do not follow those of the module before: `receive` says so
         plans = chained.plan(counts, one.depth)
         if plans is None:
             self._show_one_row(one)
